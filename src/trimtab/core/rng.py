@@ -1,0 +1,60 @@
+"""Counter-based random numbers keyed by what they are for, never by the order of consumption.
+
+A draw is a pure function of ``(seed, step, prompt, sample, part, position)``: the same rollout gets the same numbers
+whatever batch it runs in, wherever it is placed and however many workers there are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from trimtab.core.lazy import lazy
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy("torch")
+
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # as signed int64
+_MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+_MIX_2 = 0x94D049BB133111EB - (1 << 64)
+
+
+def key(*parts: object) -> int:
+    """A signed 64-bit key from any printable parts (seed, step, prompt id, sample, part name)."""
+    digest = hashlib.blake2b("\x1f".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def generator(*parts: object) -> np.random.Generator:
+    """A numpy generator owned by one decision (selection, tie breaking), keyed like everything else."""
+    return np.random.Generator(np.random.Philox(key=key(*parts) & (2**64 - 1)))
+
+
+def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
+    return (x >> bits) & ((1 << (64 - bits)) - 1)  # logical shift: torch's >> on int64 is arithmetic
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """The splitmix64 finaliser (Steele, Lea and Flood 2014), elementwise on int64 with wrap-around."""
+    x = (x ^ _shift_right(x, 30)) * _MIX_1
+    x = (x ^ _shift_right(x, 27)) * _MIX_2
+    return x ^ _shift_right(x, 31)
+
+
+def uniform(key_B: torch.Tensor, position_B: torch.Tensor) -> torch.Tensor:
+    """Uniforms in (0, 1), float32, one per row: ``key_B`` and ``position_B`` are int64 and broadcast together.
+
+    Both ends are excluded, so that an inverse-CDF draw never lands on an outcome of probability zero at either end.
+    """
+    bits = _mix(_mix(key_B) + position_B * _GOLDEN)
+    return (_shift_right(bits, 41).to(torch.float32) + 0.5) * 2.0**-23
+
+
+def keys_tensor(keys: Sequence[int], device: torch.device | str = "cpu") -> torch.Tensor:
+    """Row keys as an int64 tensor (B,)."""
+    return torch.tensor(list(keys), dtype=torch.int64, device=device)

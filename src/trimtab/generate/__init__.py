@@ -1,0 +1,1 @@
+"""Engines and the parts that shape generation."""

@@ -1,0 +1,93 @@
+"""Held-out evaluation, and the estimate of tokens that control saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from trimtab.core.config import EvalConfig
+from trimtab.core.records import Prompt, StopReason
+from trimtab.core.rng import key
+from trimtab.generate.protocol import Engine, Request, Sampling
+
+
+@dataclass(slots=True)
+class Evaluation:
+    """What an evaluation found. ``accuracy`` is over verified responses; failures of the verifier are counted apart."""
+
+    accuracy: float
+    accuracy_se: float  # standard error over problems
+    scored: int
+    failed: int
+    mean_length: float
+    truncated_share: float
+    tokens: int
+    lengths: list[int] = field(repr=False, default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        names = ("accuracy", "accuracy_se", "scored", "failed", "mean_length", "truncated_share", "tokens")
+        return {name: getattr(self, name) for name in names}
+
+
+def evaluate(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    task: Any,
+    config: EvalConfig,
+    *,
+    max_new_tokens: int,
+    decode: Callable[[Sequence[int]], str],
+    progress: Callable[[int, int], None] | None = None,
+) -> Evaluation:
+    """Answer every held-out prompt ``config.samples`` times and verify; training state is not touched.
+
+    The random keys depend on the prompt and sample alone, so that before and after are compared on the same draws.
+    """
+    limit = config.max_new_tokens or max_new_tokens
+    sampling = Sampling(temperature=config.temperature)
+    requests = [
+        Request(f"eval-{p.id}-{s}", p, s, key("eval", p.id, s), limit, sampling)
+        for p in prompts
+        for s in range(config.samples)
+    ]
+    completions = engine.generate(requests, progress=progress)
+    answers = [(r.prompt, decode(c.tokens.tolist())) for r, c in zip(requests, completions, strict=True)]
+    verdicts = task.verify_all(answers)
+    correct = np.array([np.nan if v.correct is None else v.correct for v in verdicts], dtype=np.float64)
+    per_problem = correct.reshape(len(prompts), config.samples) if prompts else correct.reshape(0, 1)
+    means = np.array([np.mean(row[~np.isnan(row)]) for row in per_problem if not np.isnan(row).all()])
+    lengths = [len(c.tokens) for c in completions]
+    cut = [c.stop.reason != StopReason.EOS for c in completions]
+    return Evaluation(
+        accuracy=float(means.mean()) if len(means) else float("nan"),
+        accuracy_se=float(means.std(ddof=1) / np.sqrt(len(means))) if len(means) > 1 else float("nan"),
+        scored=int((~np.isnan(correct)).sum()),
+        failed=int(np.isnan(correct).sum()),
+        mean_length=float(np.mean(lengths)) if lengths else 0.0,
+        truncated_share=float(np.mean(cut)) if cut else 0.0,
+        tokens=sum(c.cost.sampled for c in completions),
+        lengths=lengths,
+    )
+
+
+class ResidualLength:
+    """Expected tokens a response would still have had when it was cut after ``t``: the mean residual life.
+
+    Read off natural lengths (responses of the untrained policy under the static limit), so tokens saved are an estimate
+    and said to be one; an audit measures them.
+    """
+
+    def __init__(self, natural_lengths: Sequence[int]) -> None:
+        self.sorted = np.sort(np.asarray(natural_lengths, dtype=np.int64))
+        self.suffix = np.concatenate([np.cumsum(self.sorted[::-1])[::-1], [0]])
+
+    def saved(self, cut_lengths: Sequence[int]) -> float:
+        """Estimated tokens not generated because responses were cut at these lengths."""
+        cut = np.asarray(cut_lengths, dtype=np.int64)
+        first = np.searchsorted(self.sorted, cut, side="right")
+        count = len(self.sorted) - first
+        mean = np.divide(self.suffix[first], count, out=cut.astype(np.float64), where=count > 0)
+        return float(np.maximum(mean - cut, 0.0).sum())
