@@ -29,7 +29,8 @@ def citation(recipe: Recipe) -> str:
     """Paper, id and year; an error when there is none."""
     if not recipe.paper or not recipe.year:
         raise SystemExit(f"recipe {recipe.name}: no paper or year, so its page has no citation")
-    return f"{recipe.paper}{f', [arXiv {recipe.arxiv}](https://arxiv.org/abs/{recipe.arxiv})' if recipe.arxiv else ''}, {recipe.year}"
+    link = f", [arXiv {recipe.arxiv}](https://arxiv.org/abs/{recipe.arxiv})" if recipe.arxiv else ""
+    return f"{recipe.paper}{link}, {recipe.year}"
 
 
 def knob_table(part: type[Part], given: dict[str, object]) -> str:
@@ -72,7 +73,8 @@ def page(recipe: Recipe) -> str:
 def index(recipes: list[Recipe]) -> str:
     """The methods table."""
     rows = [
-        f"| [{r.name}]({r.name}.md) | {', '.join(r.slots)} | {r.maturity} | {cell(r.summary)} | {r.year} |" for r in recipes
+        f"| [{r.name}]({r.name}.md) | {', '.join(r.slots)} | {r.maturity} | {cell(r.summary)} | {r.year} |"
+        for r in recipes
     ]
     table = "| method | slots | maturity | what it does | year |\n|---|---|---|---|---|\n" + "\n".join(rows)
     toc = "```{toctree}\n:hidden:\n\n" + "\n".join(r.name for r in recipes) + "\n```"

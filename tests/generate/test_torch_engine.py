@@ -648,6 +648,7 @@ def test_hooks_and_teacher_see_the_prefix_first(model: Transformer, every: int) 
         assert np.isnan(a.logprobs[:n]).all()
         _assert_same(replace(a, logprobs=np.concatenate([b.logprobs[:n], a.logprobs[n:]])), b)
         assert a.cost.scored == a.cost.sampled + min(8, len(full_tokens[a.id]))
+        assert a.overrun == a.cost.sampled - max(0, len(a.tokens) - 8)
     assert scorer.scored == sum(c.cost.scored for c in completions)
 
 

@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 from trimtab.core.errors import DataError
 from trimtab.core.records import Rollout, flatten
-from trimtab.learn.teacher import Teacher, TeacherStream, overlap
+from trimtab.core.signals import overlap
+from trimtab.learn.teacher import Teacher, TeacherStream
 
 K = 4
 STUDENT = tiny_model(seed=1)

@@ -184,3 +184,4 @@ def test_the_recipe_of_rloo_leaves_one_out_and_dapo_refills():
         "zero-variance",
     ]
     assert resolve("gspo").one("schedule").minibatches == 4
+    assert resolve("dr-grpo", {"model": "smollm2-135m"}).one("schedule").minibatches == 8

@@ -8,11 +8,15 @@ import torch
 from builders import context, prompt, record, rollout
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny import random_prompt, tiny_model
 
 from trimtab.control.stop.prune_opd import PruneOPD, effective_length, outside_nucleus
 from trimtab.core.recipe import resolve
-from trimtab.core.records import Group
+from trimtab.core.records import Group, Rollout, StopReason
+from trimtab.generate.protocol import Request, Sampling
+from trimtab.generate.torch_engine import TorchEngine
 from trimtab.learn.distill.opd import OPD
+from trimtab.learn.teacher import Teacher, TeacherStream
 
 
 def step(*overlaps: list[float]) -> list[Group]:
@@ -127,6 +131,46 @@ def test_the_order_of_the_batch_leaves_the_limit_alone(overlaps, random):
         limits.append(part.limit(context()))
         random.shuffle(overlaps)
     assert limits[0] == limits[1]
+
+
+def generate(part: PruneOPD, *, stopping: bool) -> Group:
+    """Nine rollouts of a tiny student with a tiny teacher's signals, with or without the stopper."""
+    owner, student, teacher = random_prompt("p", 4, seed=0), tiny_model(0), Teacher(tiny_model(1))
+    engine = TorchEngine(student, eos_ids={1}, pad_id=1, num_slots=4, max_context=64, prefill_tokens=64)
+    asked = [Request(f"p-{i}", owner, i, key=i, max_new_tokens=24, sampling=Sampling()) for i in range(9)]
+    hook = part.hook(context())
+    assert hook is not None
+    scorer = TeacherStream(teacher, num_slots=4, topk=part.k)
+    found = engine.generate(asked, topk=part.k, hooks=[hook] if stopping else [], scorer=scorer if stopping else None)
+    rollouts = [
+        Rollout(r.id, owner, r.sample, c.tokens, c.logprobs, c.stop, signals=c.signals)
+        for r, c in zip(asked, found, strict=True)
+    ]
+    teacher.score(rollouts, topk=part.k)
+    return Group(owner, rollouts)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7, 50])
+@pytest.mark.parametrize("metric", ["overlap_ratio", "teacher_top_p_accept"])
+def test_stopping_in_the_engine_trains_the_same_tokens_as_masking_full_responses(metric, chunk):
+    part = PruneOPD(metric=metric, k=4, w_drop=0.25, w_base=0.0, form="streaming", chunk=chunk)
+    groups = {name: generate(part, stopping=name == "stopped") for name in ("stopped", "full")}
+    keep = {name: part.filter([group], context()) for name, group in groups.items()}
+    trained = {
+        name: [
+            (rollout.tokens[mask].tolist(), weight[mask].tolist())
+            for rollout, mask, weight in zip(
+                group.rollouts, keep[name].token_mask, keep[name].token_weight, strict=True
+            )
+        ]
+        for name, group in groups.items()
+    }
+    assert trained["stopped"] == trained["full"]
+    assert any(r.stop.reason == StopReason.PART for r in groups["stopped"].rollouts)
+    for stopped, mask in zip(groups["stopped"].rollouts, keep["stopped"].token_mask, strict=True):
+        if stopped.stop.reason == StopReason.PART:  # all but the event's own token
+            assert (stopped.stop.part, stopped.length) == ("prune-opd", mask.sum() + 1)
+    assert sum(r.length for r in groups["stopped"].rollouts) < sum(r.length for r in groups["full"].rollouts)
 
 
 def test_the_recipe():

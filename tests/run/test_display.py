@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import io
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -44,7 +46,7 @@ def play(display: Display, steps: int = 40, first: int = 1) -> None:
     with display:
         display.plan([("recipe", "grpo [red]"), ("tokens a step", "at most 12k")], steps=steps)
         display.phase("evaluate (before)")
-        display.evaluation("before", {"accuracy": 0.31, "accuracy_se": 0.02, "mean_length": 60.2, "truncated_share": 0.1})
+        display.evaluation("before", {"accuracy": 0.31, "accuracy_se": 0.02, "mean_length": 60.2})
         for step in range(first, steps + 1):
             display.phase("generate")
             display.generation_progress(3, 120)
@@ -95,11 +97,20 @@ def test_a_terminal_gets_a_panel_and_the_table_at_the_end() -> None:
 
 def test_the_live_thread_has_ended_when_the_display_closes() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=120)
-    display = Display(console=console)
-    with pytest.raises(KeyboardInterrupt), display:
-        display.phase("generate")
-        raise KeyboardInterrupt
-    assert console._live_stack == []
+    threads = threading.active_count()
+
+    def interrupted() -> None:
+        with Display(console=console) as display:
+            display.phase("generate")
+            assert threading.active_count() == threads + 1
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    deadline = time.monotonic() + 5
+    while threading.active_count() > threads and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert threading.active_count() == threads
     assert text_of(console).endswith("\x1b[?25h")  # the cursor is back
 
 

@@ -127,7 +127,8 @@ def test_checkout_is_none_for_code_that_git_does_not_track(tmp_path: Path) -> No
 
 
 def test_metrics_take_numpy_and_write_null_for_what_is_not_finite(run: RunDir) -> None:
-    run.append_metrics({"step": np.int64(1), "a": np.float32(0.5), "b": float("nan"), "c": -math.inf, "d": np.bool_(True)})
+    numbers = {"a": np.float32(0.5), "b": float("nan"), "c": -math.inf, "d": np.bool_(True)}
+    run.append_metrics({"step": np.int64(1)} | numbers)
     run.append_metrics({"step": 2, "e": np.array([1, 2]), "f": StopReason.EOS, "g": Source.FORCED})
     assert run.metrics() == [
         {"step": 1, "a": 0.5, "b": None, "c": None, "d": True},

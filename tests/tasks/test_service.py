@@ -20,7 +20,7 @@ from trimtab.tasks.service import VerifierService
 from trimtab.tasks.verifiers import Exact, UserFunction, make_verifier
 
 HOSTILE = Path(__file__).with_name("hostile.py")
-LIMIT = 1.0
+LIMIT = 1.5  # long enough for a starved machine to answer what does not hang
 
 
 def prompt(name: str = "p", answer: Any = "42") -> Prompt:
@@ -72,7 +72,9 @@ def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
     return False
 
 
-@pytest.mark.parametrize("text", ["right", "true", "numpy", "numpy bool", "numpy scalar", "well formed", "print", "thread"])
+@pytest.mark.parametrize(
+    "text", ["right", "true", "numpy", "numpy bool", "numpy scalar", "well formed", "print", "thread"]
+)
 def test_what_counts_as_right(service: VerifierService, text: str) -> None:
     verdict = one(service, text)
     assert (verdict.correct, verdict.status, verdict.detail) == (1.0, Status.OK, "")
@@ -123,7 +125,11 @@ def test_a_partial_score_is_right_only_when_graded(service: VerifierService) -> 
     assert one(service, "half").correct == 0.0
     graded = hostile(graded=True, limit=20.0, workers=1)
     try:
-        assert [v.correct for v in graded.verify_all([(prompt(), t) for t in ("half", "right", "two")])] == [0.5, 1.0, None]
+        assert [v.correct for v in graded.verify_all([(prompt(), t) for t in ("half", "right", "two")])] == [
+            0.5,
+            1.0,
+            None,
+        ]
     finally:
         graded.close()
 
@@ -139,7 +145,7 @@ def test_lost_workers_lose_no_other_response(impatient: VerifierService) -> None
     assert [i for i, v in enumerate(verdicts) if v.status.failed] == [3, 4, 10, 39]
     assert all(v.correct == 1.0 for v in verdicts if not v.status.failed)
     assert [verdicts[i].status for i in (3, 4)] == [Status.TIMEOUT] * 2
-    assert verdicts[3].detail == "no answer in 1 s"
+    assert verdicts[3].detail == "no answer in 1.5 s"
     assert verdicts[3].seconds == LIMIT
     assert verdicts[10].status == Status.ERROR
     assert "exit code 7" in verdicts[10].detail
@@ -157,7 +163,7 @@ def test_results_keep_the_order_of_the_questions(service: VerifierService) -> No
 
 def test_children_of_a_verifier_go_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOSTILE_PID_FILE", str(tmp_path / "pid"))
-    fresh = hostile(limit=5.0, workers=1)  # an environment is read when a worker starts
+    fresh = hostile(workers=1)  # an environment is read when a worker starts
     try:
         assert one(fresh, "child").status == Status.TIMEOUT
         child = int((tmp_path / "pid").read_text())

@@ -1,4 +1,4 @@
-"""The command line. Each subcommand is one file with ``SUMMARY``, ``configure(parser)`` and ``run(args) -> exit code``."""
+"""The command line. A subcommand is one file with ``SUMMARY``, ``configure(parser)`` and ``run(args) -> exit code``."""
 
 from __future__ import annotations
 

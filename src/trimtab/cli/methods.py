@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import fields
 from typing import Any
 
 from trimtab.core.recipe import Recipe, load, shipped
@@ -46,15 +47,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _table(recipes: list[Recipe]) -> None:
+    """Two lines a method, which stay readable on 80 columns."""
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("slug", "slots", "maturity", "what it does", "arXiv"):
-        table.add_column(name, overflow="fold", no_wrap=name in ("slug", "arXiv"))
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True, style="bold")
+    table.add_column()
     for r in recipes:
-        table.add_row(r.name, ", ".join(r.slots), r.maturity, r.summary, r.arxiv or "-")
-    Console().print(table)
+        facts = [" > ".join(r.slots), r.maturity, f"arXiv {r.arxiv}" if r.arxiv else str(r.year)]
+        table.add_row(r.name, f"{r.summary}\n[dim]{' · '.join(facts)}[/dim]")
+    Console(highlight=False).print(table)
 
 
 def _show(recipe: Recipe) -> None:
@@ -74,8 +77,8 @@ def _show(recipe: Recipe) -> None:
         for link in links:
             part = lookup(slot, link["part"], slot)(**{k: v for k, v in link.items() if k != "part"})
             console.print(f"\n{slot}: {link['part']}", style="bold", markup=False)
-            for name, field in type(part).__dataclass_fields__.items():
-                console.print(f"  {name} = {getattr(part, name)!r}  {field.metadata.get('doc', '')}", markup=False)
+            for f in fields(part):
+                console.print(f"  {f.name} = {getattr(part, f.name)!r}  {f.metadata.get('doc', '')}", markup=False)
     if recipe.pocket:
         console.print("\nscaled for pocket models:", style="bold")
         console.print(yaml.safe_dump(recipe.pocket, sort_keys=False).rstrip(), markup=False)

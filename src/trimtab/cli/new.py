@@ -82,7 +82,9 @@ def test_worked_numbers(value: float, threshold: float, expected: bool) -> None:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
-    parser.add_argument("slug", help="lower-case words joined by dashes; the file, recipe, test and page take this name")
+    parser.add_argument(
+        "slug", help="lower-case words joined by dashes; the file, recipe, test and page take this name"
+    )
     parser.add_argument("--slot", required=True, metavar="SLOT", help=f"one of {', '.join(SLOTS)}")
     parser.add_argument("--root", type=Path, default=Path(), help="a checkout of trimtab (default: here)")
 

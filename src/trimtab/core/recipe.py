@@ -125,7 +125,7 @@ class Resolved:
 
     recipe: Recipe
     settings: RunConfig
-    parts: dict[str, list[Part]]
+    parts: dict[str, list[Any]]  # slot -> its parts, each of the slot's class
     spec: Parts = field(repr=False)
 
     def all_parts(self) -> list[Part]:
@@ -290,7 +290,7 @@ def _knob_home(slot: str, link: PartSpec, spec: Parts) -> PartSpec:
 
 
 def _build(recipe: Recipe, settings: RunConfig, spec: Parts) -> Resolved:
-    parts: dict[str, list[Part]] = {slot: [] for slot in SLOTS}
+    parts: dict[str, list[Any]] = {slot: [] for slot in SLOTS}
     shared: dict[type[Part], tuple[str, Part]] = {}
     for slot in SLOTS:
         for link in spec[slot]:

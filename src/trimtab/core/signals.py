@@ -86,9 +86,9 @@ def top_values(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor
 
 
 def overlap(student_ids: torch.Tensor, teacher_ids: torch.Tensor) -> torch.Tensor:
-    """|S ∩ T| / K of two sets of K distinct ids, (..., K) and (..., K) -> (...)."""
-    assert student_ids.shape[-1] == teacher_ids.shape[-1], (student_ids.shape, teacher_ids.shape)
-    return (student_ids[..., :, None] == teacher_ids[..., None, :]).any(-1).float().mean(-1)
+    """|S ∩ T| / k of two lists of distinct ids, most likely first, (..., K) and (..., K') -> (...), k the shorter length."""
+    k = min(student_ids.shape[-1], teacher_ids.shape[-1])
+    return (student_ids[..., :k, None] == teacher_ids[..., None, :k]).any(-1).float().mean(-1)
 
 
 def repetition(token_BT: torch.Tensor, count_B: torch.Tensor, *, ngram: int = 4, window: int = 64) -> torch.Tensor:

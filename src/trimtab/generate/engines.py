@@ -41,7 +41,6 @@ def build_engine(
             eos_ids=tokenizer.eos_ids,
             pad_id=tokenizer.pad_id,
             num_slots=config.slots,
-            max_context=max_context,
             prefill_tokens=config.prefill_tokens,
         )
     check_signals(config.name, needs.signals, max(needs.topk, needs.teacher_topk))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import ssl
 import threading
 import time
 import uuid
@@ -76,6 +77,8 @@ class HttpEngine:
         except ImportError as error:
             raise missing_extra("httpx", "http", "engine.name=http") from error
         self.config, self.tokenizer, self.version = config, tokenizer, 0
+        # Made once: reading the certificates takes longer than a request.
+        self._tls = ssl.create_default_context() if config.url.startswith("https:") else False
         self.eos_ids, self.vocab_size = frozenset(eos_ids), vocab_size
         self.device, self.backoff_s = torch.device(device), backoff_s
         self.dialect: Dialect = detect(self._get) if config.dialect == "auto" else DIALECTS[config.dialect]
@@ -247,6 +250,7 @@ class HttpEngine:
             "limits": httpx.Limits(max_connections=c.slots, max_keepalive_connections=c.slots),
             "headers": {"Authorization": f"Bearer {token}"} if token else {},
             "trust_env": False,
+            "verify": self._tls,
         }
 
     def _get(self, path: str) -> tuple[int, Any]:

@@ -136,7 +136,7 @@ def _search(rows: SoftmaxRows, sampling: SamplingRows, wide: int) -> tuple[Tenso
     in_k = torch.arange(wide, device=value_BM.device) < top_k
     mass_BM = (value_BM * in_k).cumsum(-1)
     total = torch.where(top_k <= wide, mass_BM[:, -1:], rows.total_B[:, None])
-    keep = in_k & ((mass_BM - value_BM < top_p * total) | (top_p >= 1.0))
+    keep = in_k & (mass_BM - value_BM < top_p * total)
     found = (mass_BM[:, -1:] >= top_p * total) | (top_k <= wide) | (top_p >= 1.0)
     threshold_B = torch.where(keep, value_BM, torch.inf).amin(-1)
     off = (sampling.top_p_B >= 1.0) & (sampling.top_k_B > wide)

@@ -287,8 +287,8 @@ def import_vllm() -> Any:
     if not OLDEST <= found < BEYOND:
         oldest, beyond = (".".join(map(str, version)) for version in (OLDEST, BEYOND))
         raise MissingExtraError(
-            f"engine.name=vllm was tested with vllm >={oldest},<{beyond}; vllm {vllm.__version__} is installed. Install "
-            "a tested one with: pip install 'trimtab[vllm]', or reach this one with engine.name=http."
+            f"engine.name=vllm was tested with vllm >={oldest},<{beyond}; vllm {vllm.__version__} is installed. "
+            "Install a tested one with: pip install 'trimtab[vllm]', or reach this one with engine.name=http."
         )
     return vllm
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from trimtab.core.errors import DataError
 from trimtab.core.records import Rollout
+from trimtab.core.signals import overlap
 from trimtab.learn.batch import MicroBatch, Rows
 from trimtab.learn.logprob import softmax_dtype
 from trimtab.model.transformer import Transformer
@@ -217,13 +218,6 @@ class TeacherStream:
             self.length[slot] += count
         self.tokens += sum(counts)
         return hidden
-
-
-def overlap(student_ids: Tensor, teacher_ids: Tensor) -> Tensor:
-    """Share (T,) of ids that the first k of both lists (T, K) have in common, k the shorter list's length."""
-    k = min(student_ids.shape[1], teacher_ids.shape[1])
-    common = student_ids[:, :k, None] == teacher_ids[:, None, :k]
-    return common.any(-1).sum(-1).to(torch.float32) / k
 
 
 def _spread(x: Tensor, valid_BC: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -57,13 +57,13 @@ def _from_totals(ledger: Mapping[str, Any]) -> tuple[list[Entry], list[Entry]]:
 
 def _from_steps(metrics: Sequence[dict[str, Any]]) -> tuple[list[Entry], list[Entry]]:
     sums = _sums(metrics, "ledger/")
-    drops = [(reason, "", float(tokens)) for reason, tokens in _sums(metrics, DROPPED).items()]
-    inflow = [(name, "", float(sums[name])) for name in INFLOW]
+    drops = [(reason, "", tokens) for reason, tokens in _sums(metrics, DROPPED).items()]
+    inflow = [(name, "", sums[name]) for name in INFLOW]
     return inflow, _outflow(sums["trained"], drops, sums["buffered"])
 
 
-def _sums(metrics: Sequence[dict[str, Any]], prefix: str) -> Counter[str]:
-    sums: Counter[str] = Counter()
+def _sums(metrics: Sequence[dict[str, Any]], prefix: str) -> defaultdict[str, float]:
+    sums: defaultdict[str, float] = defaultdict(float)
     for record in metrics:
         for name, value in record.items():
             if name.startswith(prefix) and is_number(value):

@@ -45,13 +45,13 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
 def collect(run: RunDir) -> tuple[dict[str, Any], dict[str, Any]]:
     """What the page says in words, and the data its plots are drawn from."""
     config, metrics, evals, summary = run.config(), run.metrics(), curves.latest(run.evals()), run.summary()
-    page = {
+    page: dict[str, Any] = {
         "header": curves.header(config, run.environment()),
         "progress": curves.progress(config, metrics, summary),
         "cards": curves.cards(metrics, evals, summary),
         "flow": accounts.flow(run.ledger(), metrics),
     }
-    data = {
+    data: dict[str, Any] = {
         "curve": curves.learning_curve(metrics, evals),
         "histogram": responses.length_histogram(run),
         "lengths": curves.length_curve(metrics),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -13,7 +14,7 @@ MAX_POINTS = 1500  # of a curve; longer ones are thinned evenly
 Record = dict[str, Any]
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     """True for what a curve can show; truth values are no numbers."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
@@ -118,7 +119,7 @@ def cards(metrics: Sequence[Record], evals: Sequence[Record], summary: Mapping[s
 
 
 def _card(label: str, value: str, note: str) -> Record:
-    return {"label": label, "value": value, "note": note}
+    return {"label": label, "value": value, "note": "not recorded yet" if value == MISSING else note}
 
 
 def _accuracy_card(evals: Sequence[Record], summary: Mapping[str, Any]) -> Record:
@@ -139,8 +140,13 @@ def learning_curve(metrics: Sequence[Record], evals: Sequence[Record]) -> Record
         "evals": columns(evals, ("tokens_generated", "step", "accuracy", "accuracy_se"))
         | {"name": [str(record.get("name", "")) for record in evals]},
         "train": columns(shown, ("tokens_generated", "step", "accuracy", "reward")),
-        "same": all(record.get("accuracy") == record.get("reward") for record in metrics),
+        "same": all(_same(record.get("accuracy"), record.get("reward")) for record in metrics),
     }
+
+
+def _same(left: object, right: object) -> bool:
+    """Equal up to the rounding of single precision."""
+    return math.isclose(left, right, rel_tol=1e-5) if is_number(left) and is_number(right) else left == right
 
 
 def length_curve(metrics: Sequence[Record]) -> Record | None:

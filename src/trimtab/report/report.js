@@ -4,8 +4,13 @@
   const root = document.documentElement;
   const byId = (id) => document.getElementById(id);
   const colour = (name) => getComputedStyle(root).getPropertyValue(name).trim();
+  // The same characters as in the page's words: they would hide or reorder their neighbours.
+  const control = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200b\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff\ud800-\udfff]/gu;
+  const visible = (text) => text.replace(control, (c) => `‹U+${c.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}›`);
+
   // Plotly reads a little HTML in names and hover texts; names out of a run must stay text.
-  const plain = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+  const clip = (text) => (text.length > 60 ? `${text.slice(0, 59)}…` : text);
+  const plain = (text) => clip(visible(String(text))).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
   const words = (text) => plain(text).replace(/_/g, " ");
 
   // ------------------------------------------------------------ light and dark
@@ -97,7 +102,7 @@
       }
       return [traces, layout({
         xaxis: tokensAxis(), yaxis: axis("accuracy", share),
-        yaxis2: axis("reward", { overlaying: "y", side: "right", showgrid: false }),
+        yaxis2: axis("reward", { tickmode: "auto", nticks: 6, overlaying: "y", side: "right", showgrid: false }),
       })];
     },
     histogram(d) {
@@ -200,9 +205,6 @@
   };
   const order = ["overlap", "weight", "entropy", "logprob", "advantage", "none"];
 
-  const control = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200b\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff\ud800-\udfff]/gu;
-  const visible = (text) => text.replace(control, (c) => `‹U+${c.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}›`);
-
   const short = (value) => (typeof value === "number" ? String(Number(value.toPrecision(4))) : "–");
 
   /** The ends of the colour scale: fixed where the quantity has natural ones, else the largest value of the group. */
@@ -244,10 +246,18 @@
   }
 
   function stopChip(rollout) {
-    const by = rollout.stop_part ? ` by ${rollout.stop_part}` : "";
+    const part = rollout.stop_part;
     const limit = rollout.stop_limit === null ? "" : `, limit ${rollout.stop_limit}`;
+    const after = ` after ${rollout.stop_index + 1}`;
+    const wordings = {
+      eos: "end",
+      limit: `✂ limit ${rollout.stop_limit ?? ""}${part ? ` of ${part}` : ""}`,
+      part: `✂ cut by ${part}${after}${limit}`,
+      context: `✂ context full${after}`,
+      abort: `✂ aborted${after}`,
+    };
     const cut = rollout.stop_reason !== "eos";
-    const text = cut ? `✂ ${rollout.stop_reason === "part" ? "cut" : rollout.stop_reason}${by} after ${rollout.stop_index + 1}${limit}` : "end";
+    const text = wordings[rollout.stop_reason] || `✂ ${rollout.stop_reason}${after}`;
     return element("span", cut ? "stop cut" : "stop", visible(text));
   }
 

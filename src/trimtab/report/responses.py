@@ -5,6 +5,7 @@ Only the columns and steps that are shown are read, step by step, so that a long
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
@@ -20,10 +21,14 @@ MAX_STEPS = 60  # steps whose token arrays are read for one curve
 BINS = 32
 EXAMPLE_STEPS, EXAMPLE_GROUPS, SIBLINGS = 3, 3, 8
 HEAD, TAIL = 320, 80  # tokens shown of a long response, at its start and at its end
+FACTS = (  # columns shown as they are
+    *("id", "sample", "length", "stop_reason", "stop_index", "stop_part", "stop_limit", "correct", "status"),
+    *("reward", "advantage", "keep", "dropped", "dropped_by"),
+)
 EXAMPLE_COLUMNS = (
-    *("id", "step", "prompt_id", "sample", "prompt", "answer", "pieces", "logprobs", "source", "stop_reason"),
-    *("stop_index", "stop_part", "stop_limit", "length", "correct", "status", "reward", "advantage", "advantages"),
-    *("keep", "dropped", "dropped_by", "weight", "token_weight", "token_mask", "overlap", "entropy"),
+    *FACTS,
+    *("step", "prompt_id", "prompt", "answer", "pieces", "source", "token_mask"),
+    *("logprobs", "entropy", "overlap", "token_weight", "advantages"),
 )
 
 
@@ -91,13 +96,13 @@ def _flat_positions(column: pa.ChunkedArray) -> tuple[np.ndarray[Any, Any], np.n
 
 def effective_length(run: RunDir, metrics: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     """Tokens of a response that still count, over steps: as a part logged it, else tokens with a weight above 0."""
-    names = [name for name in (metrics[-1] if metrics else {}) if name.endswith("effective_length")]
-    if names:
-        shown = [record for record in metrics if is_number(record.get(names[0]))]
-        values = [rounded(record[names[0]]) for record in shown]
-        return {"step": [record.get("step") for record in shown], "mean": values, "from": names[0]}
-    steps = spaced(run.rollout_steps(), MAX_STEPS)
-    found = {step: value for step in steps if (value := _weighted_tokens(run, step)) is not None}
+    logged = next((name for record in metrics for name in record if name.endswith("effective_length")), None)
+    if logged:
+        shown = [record for record in metrics if is_number(record.get(logged))]
+        steps, values = [record.get("step") for record in shown], [rounded(record[logged]) for record in shown]
+        return {"step": steps, "mean": values, "from": f"as {logged.rpartition('/')[0]} reports it"}
+    sampled = spaced(run.rollout_steps(), MAX_STEPS)
+    found = {step: value for step in sampled if (value := _weighted_tokens(run, step)) is not None}
     return {"step": list(found), "mean": list(found.values()), "from": "tokens with weight above 0"} if found else None
 
 
@@ -128,18 +133,25 @@ def _group(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "name": f"step {first['step']}, prompt {str(first['prompt_id'])[:8]}, {right} of {len(rows)} correct",
         "prompt": first["prompt"] or "",
-        "answer": first["answer"] or "",
+        "answer": _answer(first["answer"] or ""),
         "more": max(0, len(rows) - SIBLINGS),
         "rollouts": [_rollout(row) for row in rows[:SIBLINGS]],
     }
 
 
+def _answer(text: str) -> str:
+    """An answer that is a text without its quotes, any other as its JSON."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text
+    return value if isinstance(value, str) else text
+
+
 def _rollout(row: dict[str, Any]) -> dict[str, Any]:
     length = len(row["pieces"] or ())
     shown = _shown(length)
-    names = ("id", "sample", "length", "stop_reason", "stop_index", "stop_part", "stop_limit", "correct", "status")
-    names += ("reward", "advantage", "keep", "dropped", "dropped_by")
-    facts = {name: rounded(row[name]) if isinstance(row[name], float) else row[name] for name in names}
+    facts = {name: rounded(row[name]) if isinstance(row[name], float) else row[name] for name in FACTS}
     return facts | {
         "pieces": [row["pieces"][i] for i in shown],
         "gap": length - len(shown),

@@ -238,7 +238,7 @@ class RunConsole(Console):
         """Called while the error is handled. What Python still wants to flush at exit goes nowhere."""
         if self.file is sys.stdout:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise  # noqa: PLE0704
+        raise
 
 
 class Display:

@@ -19,6 +19,7 @@ from trimtab.generate.protocol import Engine, StreamScorer
 from trimtab.learn.learner import Learner
 from trimtab.learn.teacher import Teacher, TeacherStream
 from trimtab.model.load import load_model, load_weights, save_pretrained
+from trimtab.model.tokenizer import Tokenizer
 from trimtab.model.transformer import Transformer, drop_layers
 from trimtab.run import checkpoint
 from trimtab.run.display import Display
@@ -41,15 +42,15 @@ def resolve_device(name: str) -> torch.device:
         raise invalid("device", name, "auto, cpu, cuda or cuda:<number>") from error
 
 
-def load_any(spec: str, settings: RunConfig, device: torch.device) -> tuple[Transformer, Any]:
+def load_any(spec: str, settings: RunConfig, device: torch.device) -> tuple[Transformer, Tokenizer]:
     """A model and its tokenizer from any spelling of ``model``."""
     if spec.startswith("pocket:"):
         from trimtab import pocket
 
-        model, tokenizer = pocket.load(spec.removeprefix("pocket:"))
+        loaded: tuple[Transformer, Tokenizer] = pocket.load(spec.removeprefix("pocket:"))
     else:
-        model, tokenizer = load_model(spec)
-    return model.to(device=device, dtype=getattr(torch, settings.dtype)), tokenizer
+        loaded = load_model(spec)
+    return loaded[0].to(device=device, dtype=getattr(torch, settings.dtype)), loaded[1]
 
 
 def build_trainer(resolved: Resolved, display: Display, resumed: RunDir | None = None) -> Trainer:
@@ -69,7 +70,7 @@ def build_trainer(resolved: Resolved, display: Display, resumed: RunDir | None =
         load_weights(policy, checkpoint.folder_of(resumed.path / "checkpoints", saved[-1]))
     task = load_task(settings.task, settings.data, settings.verify, tokenizer, seed=settings.seed)
     needs_teacher = needs.teacher or needs.teacher_topk > 0
-    teacher = load_teacher(resolved, tokenizer, task.train, device) if needs_teacher else None
+    teacher = load_teacher(resolved, tokenizer, policy.config.vocab_size, task.train, device) if needs_teacher else None
     heldout = task.heldout(settings.eval.num_problems)
     engine = build_engine(settings, policy, tokenizer, device, needs)
     learner = Learner(
@@ -100,7 +101,7 @@ def build_trainer(resolved: Resolved, display: Display, resumed: RunDir | None =
         heldout=heldout,
         save_model=lambda folder: save_pretrained(policy, tokenizer, folder),
     )
-    display.plan(plan_lines(resolved, policy, teacher, task))
+    display.plan(plan_lines(resolved, policy, teacher, task), steps=settings.steps)
     if resumed:
         trainer.restore()
     return trainer
@@ -114,7 +115,9 @@ def shorten(policy: Transformer, removed: list[int]) -> Transformer:
     return drop_layers(policy, [layer for layer in range(count) if layer not in removed])
 
 
-def load_teacher(resolved: Resolved, tokenizer: Any, prompts: Sequence[Prompt], device: torch.device) -> Teacher:
+def load_teacher(
+    resolved: Resolved, tokenizer: Any, vocab_size: int, prompts: Sequence[Prompt], device: torch.device
+) -> Teacher:
     """The teacher, refused when it does not read the same token ids."""
     settings = resolved.settings
     model, teacher_tokenizer = load_any(settings.teacher, settings, device)
@@ -125,7 +128,12 @@ def load_teacher(resolved: Resolved, tokenizer: Any, prompts: Sequence[Prompt], 
                 "teacher must read the same token ids. Choose a teacher with the same tokenizer."
             )
     temperature = getattr(resolved.one("distill"), "teacher_temperature", 1.0)
-    return Teacher(model.requires_grad_(False), temperature=temperature)
+    return Teacher(
+        model.requires_grad_(False),
+        temperature=temperature,
+        vocab_size=vocab_size,
+        token_budget=settings.learner.micro_batch_tokens,
+    )
 
 
 def load_reference(settings: RunConfig, policy: Transformer, device: torch.device) -> Transformer:

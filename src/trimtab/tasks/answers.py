@@ -66,7 +66,7 @@ def last_number(text: str) -> Decimal | None:
         if divisor == 0:
             return None
         value /= divisor
-    return -value if last["sign"] in ("-", "−") else value
+    return value.copy_negate() if last["sign"] in ("-", "−") else value  # a plain minus would round
 
 
 def same_number(found: Decimal, wanted: Decimal, tolerance: float) -> bool:

@@ -119,9 +119,7 @@ class _Encoder:
         self.limit = data.max_prompt_tokens
         self.tokenizer = tokenizer
         self.chat = data.chat and has_chat_template(tokenizer)
-        self._ints: dict[
-            int, int
-        ] = {}  # one object per token id: prompts of a large data set would fill memory with ints
+        self._ints: dict[int, int] = {}  # one object per token id: a large data set would fill the memory with ints
 
     def prompts(self, raws: Sequence[RawPrompt], skips: Skips) -> list[Prompt]:
         """All that can be encoded within the limit. Equal problems get ids of their own by occurrence."""

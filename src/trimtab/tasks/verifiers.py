@@ -117,7 +117,7 @@ class Exact(Verifier):
     trusted: ClassVar[bool] = True
 
     def check(self, answer: Any) -> str:
-        return "" if any(_wanted(one) for one in alternatives(answer)) else "the answer is blank"
+        return _blank(answer)
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
         found = _wanted(text)
@@ -128,6 +128,10 @@ def _wanted(text: str) -> str:
     """Normalised final answer; references may be marked too (``... #### 42``)."""
     marked = final_answer(text)
     return normalise(text if marked is None else marked)
+
+
+def _blank(answer: Any) -> str:
+    return "" if any(_wanted(one) for one in alternatives(answer)) else "the answer is blank"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +165,7 @@ class Contains(Verifier):
     trusted: ClassVar[bool] = True
 
     def check(self, answer: Any) -> str:
-        return "" if any(_wanted(one) for one in alternatives(answer)) else "the answer is blank"
+        return _blank(answer)
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
         text = normalise(text)
@@ -246,24 +250,32 @@ class Math(Verifier):
     def prepare(self) -> None:
         importlib.import_module("math_verify")
 
+    def check(self, answer: Any) -> str:
+        return _blank(answer)
+
     def __call__(self, prompt: Prompt, text: str) -> Score:
         from math_verify import verify
 
         found = _parse_math(text)
-        gold = [_parse_math(one) for one in alternatives(prompt.answer)]
+        gold = [_parse_math(one, bare=True) for one in alternatives(prompt.answer)]
         if not all(gold):
             raise ValueError(f"math-verify cannot read the reference answer {str(prompt.answer)[:80]!r}")
         return float(any(verify(one, found, timeout_seconds=None) for one in gold)), bool(found)
 
 
-def _parse_math(text: str) -> list[Any]:
-    """Expressions of the final answer. math-verify's own time limits are off: the service has a stricter one."""
+def _parse_math(text: str, bare: bool = False) -> list[Any]:
+    """Expressions of the marked final answer, else of the whole text, where ``bare`` says that it is nothing but one.
+
+    math-verify's own time limits are off: they set the process's alarm, and the service has a limit of its own.
+    """
     from math_verify import parse
 
     marked = final_answer(text)
-    if marked is None:
+    if marked is None and not bare:
         return list(parse(text, parsing_timeout=None))
-    return list(parse(f"\\boxed{{{marked}}}", parsing_timeout=None)) or list(parse(marked, parsing_timeout=None))
+    expression = text if marked is None else marked
+    boxed = parse(f"\\boxed{{{expression}}}", parsing_timeout=None)  # else "x^2 + 1" would be read as its last number
+    return list(boxed) or list(parse(expression, parsing_timeout=None))
 
 
 @dataclass(frozen=True)

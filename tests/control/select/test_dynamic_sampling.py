@@ -37,6 +37,7 @@ def test_draws_end_full_or_exhausted(rates, wanted, max_draws, each):
     while more := part.refill(kept, wanted, draws, ctx):
         kept += min(rates[draws % len(rates)], more)
         draws, drawn = draws + 1, drawn + more
+        assert drawn < 1000, "it never ends"
     if kept < wanted:
         assert draws == max_draws if max_draws > 0 else drawn == 40
     assert draws <= max_draws or max_draws <= 0

@@ -38,7 +38,7 @@ def further(kept: int, wanted: int, draws: int, *, first: int, each: int, max_dr
         return 0
     if max_draws > 0:
         return each if draws < max_draws else 0
-    return max(min(each, pool), 0)
+    return max(min(each, pool - first - (draws - 1) * each), 0)
 
 
 @dataclass(kw_only=True)
