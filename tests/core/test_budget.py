@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from trimtab.core import budget
@@ -94,7 +94,7 @@ def test_rollouts_are_spent_to_the_last_one_within_floors_and_caps(
     assert (floor_P <= found.counts).all()
     assert (found.counts <= cap_P).all()
     if found.reason == Reason.RANGE:  # a weight of (nearly) 0 asks for nothing at any multiplier
-        assert request["weight_P"].min() < 1e-140
+        assert request["weight_P"].min() < 1e-100
     elif cap_P.sum() <= total:
         assert (found.counts == cap_P).all()
         assert found.reason == (Reason.CAPS if cap_P.sum() < total else Reason.NONE)
@@ -310,6 +310,7 @@ def heap_greedy(
     share=st.floats(0, 1.1),
     sample=st.sampled_from([1, 2, 8, 10**6]),
 )
+@example(seed=2819, levels=1, costs=50, share=0.3077488981219589, sample=1)
 @settings(max_examples=150, deadline=None)
 def test_greedy_equals_the_heap(seed: int, levels: int, costs: int, share: float, sample: int) -> None:
     draw = np.random.default_rng(seed)

@@ -24,6 +24,14 @@ def test_layers_go_over_each_other_code_settings_pocket_overrides():
     assert resolve(recipe(settings={"model": "smollm2-135m"}, pocket={"seed": 8})).settings.seed == 0
 
 
+def test_a_setting_with_a_name_takes_the_name_alone():
+    for overrides in ({"engine": "http", "engine.slots": 7}, {"engine.slots": 7, "engine": "http"}):
+        engine = resolve("grpo", overrides).settings.engine
+        assert (engine.name, engine.slots, engine.chunk) == ("http", 7, 64)
+    with pytest.raises(ConfigError, match=r"engine.name: unknown name 'vlm'.*Did you mean 'vllm'"):
+        resolve("grpo", {"engine": "vlm"})
+
+
 def test_a_mapping_in_settings_changes_only_what_it_names():
     found = resolve(recipe(settings={"sampling": {"temperature": 0.5}}), {"learner": {"lr": 0.1}}).settings
     assert (found.sampling.temperature, found.sampling.max_new_tokens) == (0.5, 256)

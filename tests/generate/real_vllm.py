@@ -1,6 +1,6 @@
 """Checks of a real vLLM, run by a Python that has it: ``python real_vllm.py inprocess|http FOLDER``.
 
-The folder holds a small model in Hugging Face layout. Prints one JSON line with what was measured; fails with an
+The folder holds a small model as `WeightFolders` writes it. Prints one JSON line with what was measured; fails with an
 assertion. `test_vllm_engine.py` runs this when TRIMTAB_VLLM_PYTHON names such a Python.
 """
 
@@ -174,6 +174,7 @@ def http(folder: Path, model: Transformer) -> dict[str, Any]:
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", "1024"]
     command += ["--logprobs-mode", "processed_logprobs", "--gpu-memory-utilization", "0.2", "--enforce-eager"]
+    command += ["--hf-overrides", '{"tie_word_embeddings": false}']  # see trimtab.generate.weights
     command += ["--skip-tokenizer-init", "--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
     server = subprocess.Popen(command, env=os.environ | {"VLLM_SERVER_DEV_MODE": "1"}, start_new_session=True)
     config = EngineConfig(

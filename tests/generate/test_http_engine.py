@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ from trimtab.generate.hooks import replay_hooks
 from trimtab.generate.http_engine import HttpEngine
 from trimtab.generate.protocol import ChunkView, Completion, Request, Sampling
 from trimtab.generate.torch_engine import TorchEngine
+from trimtab.model.load import load_pretrained
 from trimtab.model.transformer import Transformer
 
 EOS = frozenset({0})
@@ -226,6 +229,24 @@ def test_a_prefix_is_resumed(serve: Any, dialect: str) -> None:
     full = replace(asked[0], prefix=tuple(range(1, 12)))
     (c,) = connect(server).generate([full])
     assert (c.stop.reason, len(c.tokens)) == (StopReason.LIMIT, 10)
+
+
+def test_the_earliest_cut_of_a_chain_wins_whatever_each_hook_has_seen(serve: Any) -> None:
+    """The slow hook has not been shown the last tokens when the fast one, or the response itself, ends."""
+    server = serve()
+    asked = ask(num_prompts=6, group=1, limit=20, sampling=GREEDY)
+    whole = connect(server).generate(asked)
+    third = {int(c.tokens[3]) for c in whole if len(c.tokens) > 4}
+    for chain in (
+        [StopAt(part="fast", ids=frozenset({int(c.tokens[4]) for c in whole if len(c.tokens) > 4}))],
+        [],
+    ):
+        hooks = [StopAt(part="slow", every=50, ids=frozenset(third)), *chain]
+        stopped = connect(server, chunk=2).generate(asked, hooks=hooks)
+        for c, e in zip(stopped, replay_hooks(hooks, whole), strict=True):
+            assert c.tokens.tolist() == e.tokens.tolist()
+            assert c.stop == e.stop
+        assert any(c.stop.part == "slow" for c in stopped)
 
 
 def test_hooks_read_a_prefix_first_and_may_cut_in_it(serve: Any) -> None:
@@ -465,8 +486,20 @@ def test_nonsense_is_refused(serve: Any, dialect: str, fault: str) -> None:
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_a_stop_token_that_was_left_out_is_never_guessed(serve: Any, dialect: str) -> None:
-    with pytest.raises(EngineError, match=r"left out the stop token|without a token"):
-        connect(serve(dialect, fault=lambda number: "unstopped")).generate(ask(num_prompts=6, limit=40))
+    server = serve(dialect)
+    asked = ask(num_prompts=6, limit=40)
+    whole = connect(server).generate(asked)
+    ended = next(r for r, c in zip(asked, whole, strict=True) if c.stop.reason is StopReason.EOS and len(c.tokens) > 2)
+    server.toy.fault = lambda number: "unstopped"
+    with pytest.raises(EngineError, match="left out the stop token"):
+        connect(server).generate([ended])
+
+
+def test_answers_on_their_way_are_waited_for_when_one_fails(serve: Any) -> None:
+    server = serve(fault=lambda number: "400" if number == 0 else "slow")
+    with pytest.raises(EngineError, match="5 of 6 rollouts were finished") as caught:
+        connect(server).generate(ask())
+    assert sum(c.stop.reason is StopReason.ERROR for c in caught.value.completions) == 1
 
 
 def test_a_server_that_is_not_there(serve: Any) -> None:
@@ -533,6 +566,40 @@ def test_a_failed_update_stops_generation_until_one_succeeds(serve: Any, monkeyp
     monkeypatch.setattr(toy_server, "control", fine)
     engine.sync(server.toy.model, 1)
     assert engine.generate(ask())[0].version == 1
+
+
+@pytest.mark.parametrize("left_out", ["head", "embed"])
+def test_an_update_that_arrives_in_part_is_noticed(serve: Any, monkeypatch: pytest.MonkeyPatch, left_out: str) -> None:
+    server = serve("vllm")
+    engine = connect(server)
+    engine.sync(server.toy.model, 0)
+
+    def load_in_part(toy: toy_server.Toy, folder: str) -> None:
+        fresh = load_pretrained(Path(folder))
+        with torch.no_grad():
+            if left_out == "head":
+                fresh.head_weight.copy_(toy.model.head_weight)
+            else:
+                fresh.embed.weight.copy_(toy.model.embed.weight)
+        toy.model = fresh
+
+    monkeypatch.setattr(toy_server.Toy, "load", load_in_part)
+    moved = copy.deepcopy(server.toy.model)
+    with torch.no_grad():
+        for parameter in moved.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)), alpha=0.02)
+    with pytest.raises(EngineError, match="weights of version 1 did not arrive whole"):
+        engine.sync(moved, 1)
+    with pytest.raises(EngineError, match="weights are unknown"):
+        engine.generate(ask())
+
+
+def test_another_model_at_the_server_is_noticed_at_the_first_update(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(toy_server.Toy, "load", lambda toy, folder: None)
+    with pytest.raises(EngineError, match="has other weights than the policy"):
+        connect(serve("vllm")).sync(tiny.tiny_model(seed=9, scale=8.0), 0)
 
 
 def test_weights_of_another_run_are_noticed(serve: Any) -> None:

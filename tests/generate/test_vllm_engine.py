@@ -22,8 +22,8 @@ from trimtab.core.records import Prompt, StopReason
 from trimtab.core.rng import key
 from trimtab.generate.protocol import Request, Sampling
 from trimtab.generate.vllm_engine import VLLMEngine, import_vllm, to_piece
+from trimtab.generate.weights import WeightCheck, WeightFolders
 from trimtab.model.config import ModelConfig
-from trimtab.model.load import save_pretrained
 from trimtab.model.transformer import Transformer
 
 EOS = frozenset({0})
@@ -117,6 +117,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         setattr(module, name, value)
     monkeypatch.setitem(sys.modules, "vllm", module)
     monkeypatch.setitem(sys.modules, "vllm.sampling_params", params)
+    monkeypatch.setattr(WeightCheck, "check", lambda *args: None)  # the fake has no weights
     return module
 
 
@@ -268,15 +269,14 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_kv_heads=2,
         head_dim=32,
         intermediate_size=256,
+        tie_embeddings=True,  # vLLM's CPU build does not reload a tied output layer by itself
     )
     model = Transformer.init(config, 0)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
-    folder = tmp_path_factory.mktemp("small")
-    save_pretrained(model, None, folder)
-    return folder
+    return WeightFolders(str(tmp_path_factory.mktemp("small"))).save(model, None, "small")
 
 
 @pytest.mark.skipif(not REAL, reason="TRIMTAB_VLLM_PYTHON names no Python with vLLM: vLLM itself is NOT tested here")

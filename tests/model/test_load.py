@@ -224,7 +224,7 @@ def test_unreadable_folders_are_named(tmp_path: Path, model: Transformer) -> Non
     with pytest.raises(DataError, match=r"neither model.safetensors nor"):
         load_pretrained(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(DataError, match="not valid JSON"):
+    with pytest.raises(DataError, match="cannot be read as JSON"):
         read_config(tmp_path)
 
 

@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trimtab.core.errors import ConfigError, DataError
+from trimtab.core.files import append_line, atomic, plain, read_lines, to_json
 from trimtab.core.records import Cost, Group, Prompt, Rollout, Source, Status, StopReason, StopRecord, Verdict, flatten
 from trimtab.pocket.tokenizer import CharTokenizer
 from trimtab.run.environment import checkout
-from trimtab.run.files import append_line, atomic, plain, read_lines, to_json
 from trimtab.run.rollout_table import SCHEMA, PieceTable
 from trimtab.run.rundir import RunDir
 
@@ -177,7 +177,7 @@ def test_append_leaves_nothing_of_a_line_that_did_not_fit(tmp_path: Path, monkey
     file = tmp_path / "x.jsonl"
     append_line(file, {"step": 1})
     write = __import__("os").write
-    monkeypatch.setattr("trimtab.run.files.os.write", lambda handle, data: write(handle, data[:4]))
+    monkeypatch.setattr("trimtab.core.files.os.write", lambda handle, data: write(handle, data[:4]))
     with pytest.raises(OSError, match="could not be written whole"):
         append_line(file, {"step": 2})
     assert file.read_bytes() == b'{"step": 1}\n'

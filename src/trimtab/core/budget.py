@@ -383,7 +383,7 @@ def _finish(counts_P: IntArray, key_of: Gain, b: _Budget) -> IntArray:
     """Hand out what is left, each rollout to the largest key among the prompts that it still fits.
 
     ``key_of(index, number)`` is the key of a prompt's rollout ``number + 1`` and does not rise with it. Only as many
-    prompts as there can be rollouts enter the heap; the loop repeats for those that a smaller rest still fits.
+    prompts as there can be rollouts enter the heap; it is made anew when a prompt outside it may be next.
     """
     counts_P = counts_P.copy()
     while True:
@@ -393,14 +393,13 @@ def _finish(counts_P: IntArray, key_of: Gain, b: _Budget) -> IntArray:
             return counts_P
         key_M = key_of(open_M, counts_P[open_M])
         most = int(left // b.cost_P[open_M].min())
-        if len(open_M) > most:
-            best = key_M >= np.partition(key_M, -most)[-most]
-            open_M, key_M = open_M[best], key_M[best]
+        least = float(np.partition(key_M, -most)[-most]) if len(open_M) > most else -np.inf
+        open_M, key_M = open_M[key_M >= least], key_M[key_M >= least]
         heap = list(
             zip((-key_M).tolist(), counts_P[open_M].tolist(), b.tie_P[open_M].tolist(), open_M.tolist(), strict=True)
         )
         heapq.heapify(heap)
-        while heap:
+        while heap and -heap[0][0] >= least:
             _, number, tie, index = heapq.heappop(heap)
             if b.cost_P[index] > left:
                 continue
@@ -574,16 +573,18 @@ def _bracket(counts_at: Callable[[float], IntArray], b: _Budget) -> tuple[IntArr
     logs: dict[bool, float] = {}
     counts: dict[bool, IntArray] = {}  # by whether they fit
     log, step = 0.0, 1.0
-    while abs(log) <= _MAX_LOG:
+    while True:
         counts_P = counts_at(log)
         fits = b.spent(counts_P) <= b.total
         logs[fits], counts[fits] = log, counts_P
         if fits and b.spent(counts_P) == b.total:
             return counts_P, None
-        if len(logs) < 2:
-            log, step = log - step if fits else log + step, 2 * step
-            continue
-        if logs[True] - logs[False] <= 1e-13 * max(1.0, abs(log)):
+        if len(logs) == 2:
+            if logs[True] - logs[False] <= 1e-13 * max(1.0, abs(log)):
+                break
+            log = (logs[True] + logs[False]) / 2
+        elif abs(log) == _MAX_LOG:
             break
-        log = (logs[True] + logs[False]) / 2
+        else:
+            log, step = max(-_MAX_LOG, min(_MAX_LOG, log - step if fits else log + step)), 2 * step
     return counts.get(True, b.floor_P), counts.get(False)

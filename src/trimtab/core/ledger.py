@@ -171,7 +171,7 @@ class Ledger:
         """Tokens that are new to the run; those that were held back leave the buffer instead."""
         self._step["sampled", ""] += overrun
         self._step[f"dropped/{DropReason.PRUNED}", rollout.stop.part] += overrun
-        returned = self._return(rollout)
+        returned = self._return(rollout, released)
         if released and returned is None:
             self._step["reused", ""] += size(rollout)
             return
@@ -181,11 +181,11 @@ class Ledger:
         if returned is None or fresh.any():
             self._book_engine(rollout, int(fresh[Source.SAMPLED]) + overrun)
 
-    def _return(self, rollout: Rollout) -> int | None:
+    def _return(self, rollout: Rollout, released: bool) -> int | None:
         """Leading tokens of the rollout that come out of the buffer; None when it has nothing there."""
         if rollout.id in self._held:
             held, ready = self._held.pop(rollout.id), size(rollout)
-        elif rollout.parent in self._held:
+        elif not released and rollout.parent in self._held:
             held, ready = self._held.pop(rollout.parent), _reused_prefix(rollout)
         else:
             return None

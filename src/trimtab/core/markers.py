@@ -530,13 +530,13 @@ class TokenReader:
         ends: characters of the text that are certain after each token read.
     """
 
-    _CONTEXT = 4  # tokens decoded again before new ones, for tokenizers whose pieces depend on the one before
+    _CONTEXT = 4  # pieces decoded again before new ones, for tokenizers whose pieces depend on the one before
     _WINDOW = 32  # tokens without a whole character: more than any encoding has, so they are no text
 
     def __init__(self, table: PieceTable, decode: Decode) -> None:
         self._table, self._decode = table, decode
         self.ends: list[int] = []
-        self._context: list[int] = []
+        self._context: list[list[int]] = []  # the last pieces of whole characters
         self._window: list[int] = []  # tokens since the text was last whole
         self._given = 0  # characters of the window given out
 
@@ -566,7 +566,7 @@ class TokenReader:
         text = self._new_text(self._window)[self._given :] if self._window else ""
         if text:
             self.ends[-1] += len(text)
-            self._close()
+            self._close(self._window)
         return text
 
     def _read_whole(self, ids: IntArray) -> str:
@@ -578,8 +578,8 @@ class TokenReader:
         if size.sum() != len(text):
             return "".join(self._read_one(index) for index in ids.tolist())
         self.ends += (np.cumsum(size) + self._end).tolist()
-        self._window = ids.tolist()
-        self._close()
+        for index in ids[-self._CONTEXT :].tolist():
+            self._close([index])
         return text
 
     def _read_one(self, index: int) -> str:
@@ -592,7 +592,7 @@ class TokenReader:
         self.ends.append(self._end + len(new))
         self._given = max(self._given, len(whole))
         if len(whole) == len(text):
-            self._close()
+            self._close(self._window)
         if broken:
             self._context = []  # it may end within a character
         return new
@@ -602,11 +602,12 @@ class TokenReader:
         return self.ends[-1] if self.ends else 0
 
     def _new_text(self, ids: list[int]) -> str:
-        before = len(self._decode(self._context)) if self._context else 0
-        return self._decode(self._context + ids)[before:]
+        context = [index for piece in self._context for index in piece]
+        before = len(self._decode(context)) if context else 0
+        return self._decode(context + ids)[before:]
 
-    def _close(self) -> None:
-        self._context = (self._context + self._window)[-self._CONTEXT :]
+    def _close(self, piece: list[int]) -> None:
+        self._context = [*self._context, piece][-self._CONTEXT :]
         self._window, self._given = [], 0
 
 

@@ -246,6 +246,8 @@ def _set_setting(key: str, value: Any, settings: dict[str, Any], path: str) -> N
         node = node[name]
     if leaf not in node:
         raise unknown(path, leaf, list(node) + (list(SLOTS) if node is settings else []))
+    if isinstance(node[leaf], dict) and "name" in node[leaf] and isinstance(value, str):
+        value = {"name": value}  # engine=http is short for engine.name=http
     if isinstance(node[leaf], dict) and not isinstance(value, Mapping):
         raise invalid(path, value, f"a mapping with {', '.join(node[leaf])}")
     if isinstance(value, Mapping) and isinstance(node[leaf], dict):

@@ -86,7 +86,10 @@ def top_values(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor
 
 
 def overlap(student_ids: torch.Tensor, teacher_ids: torch.Tensor) -> torch.Tensor:
-    """|S ∩ T| / k of two lists of distinct ids, most likely first, (..., K) and (..., K') -> (...), k the shorter length."""
+    """|S ∩ T| / k of two lists of distinct ids, most likely first, (..., K) and (..., K') -> (...).
+
+    k is the shorter length; of the longer list the first k count.
+    """
     k = min(student_ids.shape[-1], teacher_ids.shape[-1])
     return (student_ids[..., :k, None] == teacher_ids[..., None, :k]).any(-1).float().mean(-1)
 

@@ -25,7 +25,7 @@ from trimtab.core.rng import key
 from trimtab.generate.dialects import DIALECTS, Answer, Ask, Dialect, detect, refused
 from trimtab.generate.external import Asked, ExternalRollouts, Piece, check_request, check_signals
 from trimtab.generate.protocol import Completion, Request, Sampling, StopHook, StreamScorer
-from trimtab.generate.weights import WeightFolders
+from trimtab.generate.weights import WeightCheck, WeightFolders
 from trimtab.model.tokenizer import Tokenizer
 from trimtab.model.transformer import Transformer
 
@@ -91,7 +91,7 @@ class HttpEngine:
         self._trusted = True  # False while a weight update failed half-way
         self._synced = ""  # weight version the server must name, if it names any
         self._run = uuid.uuid4().hex[:12]  # a server may hold what another run cached
-        self._weights = WeightFolders(config.weights_dir)
+        self._weights, self._check = WeightFolders(config.weights_dir), WeightCheck()
 
     # ------------------------------------------------------------ generation
 
@@ -231,12 +231,18 @@ class HttpEngine:
         """Save the weights of ``model`` and make the server load them; nothing cached from older ones is used again.
 
         Raises:
-            EngineError: the server did not take them. Generation is refused until a later update succeeds.
+            EngineError: the server did not take them, or not all of them. Generation is refused until a later
+                update succeeds.
         """
         label = f"{self._run}-{version}"
         self._trusted = False
         self.dialect.update(self._post, self._weights.save(model, self.tokenizer, label), label)
         self.version, self._synced, self._trusted = version, label, True
+        try:
+            self._check.check(self, model, version)
+        except EngineError:
+            self._trusted = False
+            raise
 
     # ------------------------------------------------------------ HTTP
 

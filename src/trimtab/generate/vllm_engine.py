@@ -23,7 +23,7 @@ from trimtab.core.errors import ConfigError, EngineError, MissingExtraError, inv
 from trimtab.core.rng import key
 from trimtab.generate.external import Asked, ExternalRollouts, Piece, check_request, check_signals
 from trimtab.generate.protocol import Completion, Request, StopHook, StreamScorer
-from trimtab.generate.weights import WeightFolders
+from trimtab.generate.weights import WeightCheck, WeightFolders
 from trimtab.model.tokenizer import Tokenizer
 from trimtab.model.transformer import Transformer
 
@@ -45,7 +45,7 @@ class VLLMEngine:
 
     Raises:
         MissingExtraError: vLLM is not installed, or in a version that was not tested.
-        EngineError: vLLM did not start.
+        EngineError: vLLM did not start, or gives other log-probs than the policy.
     """
 
     name = "vllm"
@@ -65,7 +65,7 @@ class VLLMEngine:
         self.eos_ids, self.vocab_size = frozenset(eos_ids), model.config.vocab_size
         self.max_context, self.device = max_context, torch.device(device)
         self._run = uuid.uuid4().hex[:12]
-        self._weights = WeightFolders(config.weights_dir)
+        self._weights, self._check = WeightFolders(config.weights_dir), WeightCheck()
         self._trusted = True
         try:
             self.llm = self._vllm.LLM(
@@ -76,6 +76,8 @@ class VLLMEngine:
                 max_num_seqs=config.slots,
                 max_logprobs=MAX_TOPK,
                 logprobs_mode="processed_logprobs",
+                # vLLM's CPU build packs a tied output layer apart and does not reload it with the embedding.
+                hf_overrides={"tie_word_embeddings": False},
                 generation_config="vllm",  # no sampling defaults of the model
                 enable_prefix_caching=True,
                 gpu_memory_utilization=config.memory_share,
@@ -83,6 +85,7 @@ class VLLMEngine:
             )
         except Exception as error:
             raise EngineError(f"vLLM did not start: {type(error).__name__}: {error}") from error
+        self._check.check(self, model, 0)
 
     def generate(
         self,
@@ -131,7 +134,8 @@ class VLLMEngine:
         """Save the weights of ``model``, reload them in vLLM's workers, drop its prefix cache.
 
         Raises:
-            EngineError: vLLM did not take them. Generation is refused until a later update succeeds.
+            EngineError: vLLM did not take them, or not all of them. Generation is refused until a later
+                update succeeds.
         """
         self._trusted = False
         folder = self._weights.save(model, self.tokenizer, f"{self._run}-{version}")
@@ -143,6 +147,11 @@ class VLLMEngine:
         if not dropped:
             raise EngineError(f"vLLM did not drop the prefix cache of the weights before version {version}")
         self.version, self._trusted = version, True
+        try:
+            self._check.check(self, model, version)
+        except EngineError:
+            self._trusted = False
+            raise
 
     def close(self) -> None:
         """End vLLM's processes."""

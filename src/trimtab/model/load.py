@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from trimtab.core.errors import DataError, missing_extra, nearest
+from trimtab.core.files import read_object, replace_file, write_text
 from trimtab.model.config import ModelConfig
-from trimtab.model.files import read_json, replace_file, replace_text
 from trimtab.model.gguf import open_gguf
 from trimtab.model.tokenizer import HFTokenizer, Tokenizer
 from trimtab.model.transformer import Transformer
@@ -117,7 +117,7 @@ def save_pretrained(
     state = {name: torch.empty_like(t, dtype=dtype, device="cpu").copy_(t) for name, t in _places(model).items()}
     replace_file(folder / _WEIGHTS, lambda temporary: save_file(state, temporary, metadata={"format": "pt"}))
     (folder / _INDEX).unlink(missing_ok=True)  # left by a sharded model saved here before, it would be read instead
-    replace_text(folder / "config.json", json.dumps(config, indent=2))
+    write_text(folder / "config.json", json.dumps(config, indent=2))
     if tokenizer is not None:
         tokenizer.save(folder)
 
@@ -132,7 +132,7 @@ def read_config(folder: str | Path) -> ModelConfig:
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise DataError(f"{folder} has no config.json, so it is not a model folder in Hugging Face layout")
-    return ModelConfig.from_hf(read_json(path))
+    return ModelConfig.from_hf(read_object(path))
 
 
 def resolve(path_or_id: str | Path) -> Path:
@@ -215,7 +215,7 @@ def _shards(folder: Path) -> list[Path]:
         if not (folder / _WEIGHTS).is_file():
             raise DataError(f"{folder} has neither {_WEIGHTS} nor {_INDEX}; other weight formats are not read")
         return [folder / _WEIGHTS]
-    names = sorted(set(read_json(index).get("weight_map", {}).values()))
+    names = sorted(set(read_object(index).get("weight_map", {}).values()))
     absent = [name for name in names if not (folder / name).is_file()]
     if absent or not names:
         raise DataError(f"{index} lists files that are not there: {', '.join(absent) or 'none at all'}")

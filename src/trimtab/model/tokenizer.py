@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from trimtab.core.errors import DataError, unknown
+from trimtab.core.files import read_object, write_text
 from trimtab.core.lazy import lazy
-from trimtab.model.files import read_json, replace_text
 
 if TYPE_CHECKING:
     import jinja2
@@ -163,9 +163,9 @@ class HFTokenizer:
         if self.chat_template is not None:
             config["chat_template"] = self.chat_template
         generation = {"eos_token_id": sorted(self.eos_ids), "pad_token_id": self.pad_id}
-        replace_text(folder / "tokenizer.json", self.backend.to_str())
-        replace_text(folder / "tokenizer_config.json", json.dumps(config, indent=2, ensure_ascii=False))
-        replace_text(folder / "generation_config.json", json.dumps(generation, indent=2))
+        write_text(folder / "tokenizer.json", self.backend.to_str())
+        write_text(folder / "tokenizer_config.json", json.dumps(config, indent=2, ensure_ascii=False))
+        write_text(folder / "generation_config.json", json.dumps(generation, indent=2))
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> HFTokenizer:
@@ -264,7 +264,7 @@ def _environment() -> jinja2.Environment:
 
 
 def _optional_json(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.is_file() else {}
+    return read_object(path) if path.is_file() else {}
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimtab.core.errors import unknown
-from trimtab.model.files import read_json
+from trimtab.core.files import read_object
 from trimtab.pocket.families import DEFAULT_FAMILY, FAMILIES, MARKER, SPLITS, Problem, problem, solution, verify
 from trimtab.pocket.tokenizer import CharTokenizer
 
@@ -29,7 +29,7 @@ def weights_path(name: str) -> Path:
 
 def manifest() -> dict[str, Any]:
     """How each shipped model was trained and how well it does, per model: runs, held-out accuracies, hashes."""
-    return read_json(Path(str(files("trimtab.pocket") / "weights" / "manifest.json")))
+    return read_object(Path(str(files("trimtab.pocket") / "weights" / "manifest.json")))
 
 
 def load(name: str) -> tuple[Transformer, CharTokenizer]:

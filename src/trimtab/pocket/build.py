@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from trimtab.core.errors import invalid, unknown
-from trimtab.model.files import read_json, replace_text
+from trimtab.core.files import read_object, write_text
 from trimtab.model.load import load_weights, read_config, save_pretrained
 from trimtab.model.transformer import Transformer
 from trimtab.pocket import MODELS
@@ -76,7 +76,7 @@ def build(
             model, seconds = train(name, run, seed, checkpoint, report=report)
         write_model(model, folder / name)
         manifest[name] = _entry(folder / name, run, seed, seconds, evaluated)
-        replace_text(folder / "manifest.json", json.dumps(manifest, indent=2) + "\n")
+        write_text(folder / "manifest.json", json.dumps(manifest, indent=2) + "\n")
         console.print(f"{name}: {manifest[name]['heldout_accuracy']}")
     shutil.rmtree(folder / ".checkpoints", ignore_errors=True)
     return manifest
@@ -145,7 +145,7 @@ def _complete(folder: Path, manifest: Mapping[str, Any], name: str, run: Run, se
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / "manifest.json"
-    return read_json(path) if path.exists() else {}
+    return read_object(path) if path.exists() else {}
 
 
 @contextmanager

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trimtab.core.errors import DataError
+from trimtab.core.files import replace_file
 from trimtab.core.rng import key
 from trimtab.model.attention import plan_sequences
 from trimtab.model.config import ModelConfig
-from trimtab.model.files import replace_file
 from trimtab.model.transformer import Transformer
 from trimtab.pocket.families import family, problem
 from trimtab.pocket.families.base import Draw

@@ -12,9 +12,9 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
+from trimtab.core.files import write_text
 from trimtab.report import accounts, curves, responses
 from trimtab.report.text import embed, visible
-from trimtab.run.files import write_text
 from trimtab.run.rundir import RunDir
 
 

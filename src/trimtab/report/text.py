@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from trimtab.run.files import plain
+from trimtab.core.files import plain
 
 _DIRECTION = "\u061c\u200b\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff"
 _CONTROL = re.compile(f"[\x00-\x08\x0b-\x1f\x7f-\x9f{_DIRECTION}\ud800-\udfff]")

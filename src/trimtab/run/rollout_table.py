@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from trimtab.core.files import to_json
 from trimtab.core.records import Group, Rollout, flatten
-from trimtab.run.files import to_json
 
 Decode = Callable[[Sequence[int]], str]
 Arrays = Sequence[np.ndarray[Any, Any] | None]

@@ -27,9 +27,7 @@ import pyarrow.parquet as pq
 import yaml
 
 from trimtab.core.errors import ConfigError, DataError, nearest, unknown
-from trimtab.core.records import Group
-from trimtab.run.environment import environment
-from trimtab.run.files import (
+from trimtab.core.files import (
     TEMPORARY,
     append_line,
     atomic,
@@ -40,6 +38,8 @@ from trimtab.run.files import (
     write_json,
     write_text,
 )
+from trimtab.core.records import Group
+from trimtab.run.environment import environment
 from trimtab.run.rollout_table import DICTIONARY, SCHEMA, Decode, PieceTable, rollout_table
 
 CONFIG = "config.yaml"

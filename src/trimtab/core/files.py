@@ -6,7 +6,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -69,6 +69,21 @@ def write_text(path: Path, text: str) -> None:
         file.write(text.encode("utf-8", "replace"))
 
 
+def replace_file(path: Path, write: Callable[[Path], object]) -> None:
+    """Let ``write`` fill a temporary file beside ``path`` by name, then put it in place at once."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-", suffix=TEMPORARY)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        write(temporary)
+        with temporary.open("rb") as file:  # without this a power cut may leave the new name with no content
+            os.fsync(file.fileno())
+        temporary.chmod(0o666 & ~_umask())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def write_json(path: Path, value: Any) -> None:
     """Replace ``path`` by the indented JSON of ``value``, atomically."""
     write_text(path, to_json(value, indent=2) + "\n")
@@ -80,6 +95,14 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: cannot be read as JSON ({error})") from error
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises DataError when it is no JSON, or not an object."""
+    content = read_json(path)
+    if not isinstance(content, dict):
+        raise DataError(f"{path} holds a JSON {type(content).__name__}, not an object")
+    return content
 
 
 def append_line(path: Path, record: Mapping[str, Any]) -> None:

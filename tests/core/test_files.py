@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 
 from trimtab.core.errors import DataError
-from trimtab.model.files import read_json, replace_file, replace_text
+from trimtab.core.files import read_object, replace_file, write_text
 
 
-def test_replace_text_creates_and_replaces(tmp_path: Path) -> None:
+def test_write_text_creates_and_replaces(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     for text in ("one", "zwölf"):
-        replace_text(path, text)
+        write_text(path, text)
         assert path.read_text(encoding="utf-8") == text
     assert list(tmp_path.iterdir()) == [path]
 
@@ -30,9 +30,9 @@ def test_a_failing_write_leaves_the_old_content_and_no_litter(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize(("text", "message"), [("{", "not valid JSON"), ("[1]", "holds a JSON list")])
-def test_read_json_names_the_file(tmp_path: Path, text: str, message: str) -> None:
+@pytest.mark.parametrize(("text", "message"), [("{", "cannot be read as JSON"), ("[1]", "holds a JSON list")])
+def test_read_object_names_the_file(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "c.json"
     path.write_text(text)
     with pytest.raises(DataError, match=f"c.json.*{message}"):
-        read_json(path)
+        read_object(path)
