@@ -171,4 +171,4 @@ def test_the_recipe():
     assert paper.one("distill") == OPD()
     assert (paper.settings.prompts_per_step, paper.settings.group_size, paper.settings.learner.lr) == (64, 4, 1e-6)
     assert paper.one("objective") == Clip(dual_clip=3.0)
-    assert resolve("opd").one("distill") == OPD(k=8)
+    assert resolve("opd").one("distill") == OPD()

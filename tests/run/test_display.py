@@ -97,20 +97,22 @@ def test_a_terminal_gets_a_panel_and_the_table_at_the_end() -> None:
 
 def test_the_live_thread_has_ended_when_the_display_closes() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=120)
-    threads = threading.active_count()
+    before = set(threading.enumerate())
+    own: set[threading.Thread] = set()
 
     def interrupted() -> None:
         with Display(console=console) as display:
             display.phase("generate")
-            assert threading.active_count() == threads + 1
+            own.update(set(threading.enumerate()) - before)
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     deadline = time.monotonic() + 5
-    while threading.active_count() > threads and time.monotonic() < deadline:
+    while any(thread.is_alive() for thread in own) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert threading.active_count() == threads
+    assert own
+    assert not any(thread.is_alive() for thread in own)
     assert text_of(console).endswith("\x1b[?25h")  # the cursor is back
 
 

@@ -236,7 +236,10 @@ def test_a_rollout_without_the_signal_is_an_error_not_a_reliable_one():
     ("overrides", "message"),
     [
         ({"stop.min_len": 300}, "stop.prune-opd.min_len: 300.*at most 256"),
-        ({"distill.k": 8}, "stop.prune-opd.k: 4, but 'opd' asks for a top k of 8"),
+        (
+            {"stop.metric": "overlap_ratio", "stop.k": 4, "distill.k": 8},
+            "stop.prune-opd.k: 4, but 'opd' asks for a top k of 8",
+        ),
         ({"filter": "none"}, "prune-opd: must also stand in the slot 'filter'"),
         ({"stop.w_drop": 1.5}, "w_drop: 1.5 .*<= 1"),
         ({"teacher": ""}, "needs a teacher"),
