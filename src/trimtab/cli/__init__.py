@@ -6,9 +6,10 @@ import argparse
 import importlib
 import pkgutil
 import sys
+from typing import Any
 
 from trimtab import __version__
-from trimtab.core.errors import TrimtabError, nearest
+from trimtab.core.errors import ConfigError, TrimtabError, nearest
 
 
 def commands() -> list[str]:
@@ -34,23 +35,44 @@ def main(argv: list[str] | None = None) -> int:
 
 def _dispatch(arguments: list[str]) -> int:
     names = commands()
-    parser = argparse.ArgumentParser(prog="trimtab", description="The rollout-control layer of RL post-training.")
-    parser.add_argument("--version", action="version", version=f"trimtab {__version__}")
-    subparsers = parser.add_subparsers(dest="command", metavar="command")
-    asked = next((a for a in arguments if not a.startswith("-")), None)
-    if asked is not None and asked not in names:
-        near = nearest(asked, names)
-        sys.stderr.write(f"trimtab: no command {asked!r}.{f' Did you mean {near!r}?' if near else ''} ")
-        sys.stderr.write(f"Commands: {', '.join(names)}\n")
-        return 2
-    for name in names if asked is None else [asked]:
-        module = importlib.import_module(f"{__name__}.{name}")
-        sub = subparsers.add_parser(name, help=module.SUMMARY, description=module.SUMMARY)
-        module.configure(sub)
-        sub.set_defaults(run=module.run)
-    args = parser.parse_args(arguments)
-    if args.command is None:
-        parser.print_help()
+    if not arguments or arguments[0].startswith("-"):
+        _overview(names).parse_args(arguments)
+        _overview(names).print_help()
         return 0
-    code: int = args.run(args)
+    asked, *rest = arguments
+    if asked not in names:
+        near = nearest(asked, names)
+        hint = f" Did you mean {near!r}?" if near else ""
+        raise ConfigError(f"no command {asked!r}.{hint} Commands: {', '.join(names)}")
+    module = _module(asked)
+    parser = argparse.ArgumentParser(prog=f"trimtab {asked}", description=module.SUMMARY)
+    module.configure(parser)
+    code: int = module.run(_parse(parser, rest))
     return code
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f"{__name__}.{name}")
+
+
+def _overview(names: list[str]) -> argparse.ArgumentParser:
+    """The parser behind ``trimtab``, ``trimtab --help`` and ``trimtab --version``."""
+    width = max(len(name) for name in names)
+    listed = "\n".join(f"  {name:{width}}  {_module(name).SUMMARY}" for name in names)
+    parser = argparse.ArgumentParser(
+        prog="trimtab",
+        usage="trimtab [--help] [--version] command ...",
+        description="The rollout-control layer of RL post-training.",
+        epilog=f"commands:\n{listed}\n\ntrimtab command --help says more.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"trimtab {__version__}")
+    return parser
+
+
+def _parse(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Namespace:
+    """Settings and options in any order; a command with actions of its own keeps their order."""
+    try:
+        return parser.parse_intermixed_args(arguments)
+    except TypeError:
+        return parser.parse_args(arguments)

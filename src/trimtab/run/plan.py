@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from trimtab.core.recipe import Resolved
+from trimtab.core.records import Prompt
 
 _SUFFIXES = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 
@@ -17,18 +19,21 @@ def short(number: float) -> str:
     return f"{number:.0f}"
 
 
-def memory_bytes(resolved: Resolved, policy: Any, teacher: Any) -> dict[str, float]:
+def memory_bytes(resolved: Resolved, policy: Any, teacher: Any, prompts: Sequence[Prompt]) -> dict[str, float]:
     """Estimated peak bytes by purpose: weights with gradients and Adam moments, KV slots, one micro-batch, teacher."""
     s, c = resolved.settings, policy.config
     width = {"float32": 4, "bfloat16": 2}[s.dtype]
-    context = min(c.max_positions, s.data.max_prompt_tokens + s.sampling.max_new_tokens)
-    slots = min(s.engine.slots, s.prompts_per_step * s.group_size)
+    longest = max((len(prompt.tokens) for prompt in prompts), default=1)
+    context = min(c.max_positions, longest + s.sampling.max_new_tokens)
+    rollouts = s.prompts_per_step * s.group_size
+    slots = min(s.engine.slots, rollouts)
+    tokens = min(s.learner.micro_batch_tokens, s.prompts_per_step * longest + rollouts * s.sampling.max_new_tokens)
     per_token = width * c.num_layers * (8 * c.hidden_size + 4 * c.intermediate_size + 2 * c.num_heads * c.head_dim)
-    chunk = s.learner.logprob_chunk * c.vocab_size * 4 * 3
+    chunk = min(s.learner.logprob_chunk, tokens) * c.vocab_size * 4 * 3
     return {
         "training": policy.num_parameters() * (width * 2 + 8),
         "kv cache": slots * context * c.num_layers * 2 * c.num_kv_heads * c.head_dim * width,
-        "micro-batch": s.learner.micro_batch_tokens * per_token + chunk,
+        "micro-batch": tokens * per_token + chunk,
         "teacher": teacher.model.num_parameters() * width if teacher is not None else 0,
     }
 
@@ -37,7 +42,7 @@ def plan_lines(resolved: Resolved, policy: Any, teacher: Any, task: Any) -> list
     """Rows of the plan: what runs, how many tokens a step at most, how much memory."""
     s = resolved.settings
     rollouts = s.prompts_per_step * s.group_size
-    memory = memory_bytes(resolved, policy, teacher)
+    memory = memory_bytes(resolved, policy, teacher, task.train)
     uses = ", ".join(f"{name} {short(size)}B" for name, size in memory.items() if size)
     parts = [f"{slot}: {' > '.join(p.slug for p in chain)}" for slot, chain in resolved.parts.items() if chain]
     lines = [
