@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ import torch
 from world import build, graded, rollouts, tiny
 
 from trimtab.core.errors import ConfigError, MismatchError, NothingToTrainError
-from trimtab.core.records import DropReason, Status, Verdict, flatten
+from trimtab.core.records import DropReason, Group, Status, Verdict, flatten
+from trimtab.core.slots import Replay, Schedule
 from trimtab.generate.protocol import Sampling
 from trimtab.run import checkpoint, setup
 from trimtab.run.display import Display
@@ -196,6 +197,40 @@ def test_the_first_batch_finds_an_engine_that_ignores_the_temperature(tmp_path: 
     with pytest.raises(MismatchError, match="temperature"):
         trainer.run()
     assert trainer.counters.version == 0
+
+
+@dataclass(kw_only=True)
+class Late(Schedule):
+    """Trains on the groups of the step before."""
+
+    def batches(self, groups: list[Group], ctx: Any) -> Any:
+        held, self.held = getattr(self, "held", []), groups
+        yield held, 1, 1
+
+
+@dataclass(kw_only=True)
+class Hold(Replay):
+    """Keeps the first group back for a step."""
+
+    def collect(self, groups: list[Group], ctx: Any) -> list[Group]:
+        held, self.held = getattr(self, "held", []), groups[:1]
+        return [*groups[1:], *held]
+
+
+@pytest.mark.parametrize(("slot", "part"), [("schedule", Late), ("replay", Hold)])
+def test_what_is_held_back_is_buffered_and_leaves_the_buffer_when_trained(
+    tmp_path: Path, slot: str, part: Any
+) -> None:
+    trainer = graded(build(tmp_path / "run", "grpo", {"steps": 3}))
+    trainer.resolved.parts[slot] = [part()]
+    trainer.run()
+    trainer.ledger.balance()
+    rows = rollouts(tmp_path / "run")
+    last = {r.id for r in flatten(trainer.resolved.parts[slot][0].held)}
+    totals = trainer.ledger.totals()
+    assert totals["inflow"]["sampled"] == sum(r["length"] for r in rows)
+    assert totals["buffered"] == sum(r["length"] for r in rows if r["id"] in last) > 0
+    assert totals["inflow"]["reused"] == 0
 
 
 def test_equal_prompts_in_one_step_are_different_rollouts(tmp_path: Path) -> None:
