@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -16,7 +17,7 @@ import pytest
 import torch
 from world import build, graded, rollouts, tiny
 
-from trimtab.core.errors import ConfigError, MismatchError, NothingToTrainError
+from trimtab.core.errors import ConfigError, MismatchError, MissingExtraError, NothingToTrainError
 from trimtab.core.records import DropReason, Group, Status, Verdict, flatten
 from trimtab.core.slots import Replay, Schedule
 from trimtab.generate.protocol import Sampling
@@ -218,9 +219,7 @@ class Hold(Replay):
 
 
 @pytest.mark.parametrize(("slot", "part"), [("schedule", Late), ("replay", Hold)])
-def test_what_is_held_back_is_buffered_and_leaves_the_buffer_when_trained(
-    tmp_path: Path, slot: str, part: Any
-) -> None:
+def test_what_is_held_back_is_buffered_and_leaves_the_buffer_when_trained(tmp_path: Path, slot: str, part: Any) -> None:
     trainer = graded(build(tmp_path / "run", "grpo", {"steps": 3}))
     trainer.resolved.parts[slot] = [part()]
     trainer.run()
@@ -264,3 +263,28 @@ def test_tokens_saved_are_estimated_from_natural_lengths(tmp_path: Path) -> None
     assert natural.saved([10, 50]) == 0.0
     assert natural.saved([]) == 0.0
     assert ResidualLength([]).saved([3]) == 0.0
+
+
+def test_prompts_beyond_the_context_are_skipped_and_counted_and_the_batch_stays_full(tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    long = "1+" * 70 + "1="
+    lines = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(10, 30)] + [{"prompt": long, "answer": "1"}]
+    data.write_text("\n".join(json.dumps(line) for line in lines))
+    trainer = graded(build(tmp_path / "run", "grpo", {"task": str(data), "steps": 1, "data.holdout": 0.0}))
+    assert sum(trainer.task.skipped.values()) == 1
+    assert len(trainer.train_prompts) == 20
+    trainer.run()
+    assert len(rollouts(tmp_path / "run")) == 6
+
+
+def test_tensorboard_needs_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    trainer = graded(build(tmp_path / "run", "grpo", {"output.tensorboard": True}))
+    with pytest.raises(MissingExtraError, match=r"pip install 'trimtab\[tensorboard\]'"):
+        trainer.run()
+
+
+def test_tensorboard_events_are_written(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    graded(build(tmp_path / "run", "grpo", {"output.tensorboard": True, "steps": 1})).run()
+    assert list((tmp_path / "run" / "tensorboard").glob("events*"))
