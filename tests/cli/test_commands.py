@@ -22,7 +22,12 @@ def test_methods_as_json_lists_every_recipe(capsys: pytest.CaptureFixture[str]) 
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["methods"]
     assert [row["slug"] for row in rows] == list(shipped())
     assert all(row.keys() >= {"slug", "slots", "paper", "arxiv", "maturity"} for row in rows)
-    assert next(row for row in rows if row["slug"] == "prune-opd")["slots"] == ["stop", "filter", "objective", "distill"]
+    assert next(row for row in rows if row["slug"] == "prune-opd")["slots"] == [
+        "stop",
+        "filter",
+        "objective",
+        "distill",
+    ]
 
 
 @pytest.mark.parametrize("arguments", [["methods"], ["methods", "prune-opd"], ["check", "grpo", "steps=3"]])
@@ -106,7 +111,15 @@ def test_train_prints_one_json_object(tmp_path: Path, capsys: pytest.CaptureFixt
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 1
     summary = json.loads(lines[0])
-    names = ("accuracy_before", "accuracy_after", "tokens_generated", "tokens_saved", "tokens_trained", "wall_s", "run_dir")
+    names = (
+        "accuracy_before",
+        "accuracy_after",
+        "tokens_generated",
+        "tokens_saved",
+        "tokens_trained",
+        "wall_s",
+        "run_dir",
+    )
     assert all(name in summary for name in names)
     assert Path(summary["report"]).stat().st_size > 100_000
     assert (tmp_path / "run/summary.json").exists()

@@ -23,6 +23,7 @@ from trimtab.core.slots import (
     StepContext,
     StepRecord,
     TokenView,
+    TopK,
 )
 from trimtab.generate.protocol import ChunkView, Request
 
@@ -208,7 +209,7 @@ def run_select(part: Any, groups: list[Group], ctx: StepContext) -> Outcome:
 
 
 def run_allocate(part: Any, groups: list[Group], ctx: StepContext) -> Outcome:
-    total, rounds = len(groups) * ctx.group_size, []
+    total, rounds = part.budget(len(groups), ctx), []
     planned, remaining = [Group(g.prompt) for g in groups], total
     for number in range(8):
         counts = part.plan(AllocationRequest([g.prompt for g in groups], planned, number, remaining), ctx)
@@ -245,6 +246,21 @@ def run_schedule(part: Any, groups: list[Group], ctx: StepContext) -> Outcome:
     return {"batches": given}
 
 
+def make_topk(rollouts: Sequence[Rollout]) -> TopK:
+    """The rollouts' top-k, the current policy a little flatter."""
+    signals = [r.signals for r in rollouts]
+    behaviour = torch.from_numpy(
+        np.concatenate([s["topk_logprobs"] for s in signals] or [np.zeros((0, K), np.float32)])
+    )
+    return TopK(
+        ids=torch.from_numpy(np.concatenate([s["topk_ids"] for s in signals] or [np.zeros((0, K), np.int64)])),
+        behaviour=behaviour,
+        logp=0.9 * behaviour - 0.1,
+        token_T=torch.from_numpy(np.concatenate([r.tokens for r in rollouts] or [np.zeros(0, np.int64)])),
+        vocab_size=VOCABULARY,
+    )
+
+
 def make_view(rollouts: Sequence[Rollout]) -> TokenView:
     """One micro-batch: current and proximal log-probs a little apart, every fifth token masked."""
     behaviour = torch.cat([torch.from_numpy(r.logprobs) for r in rollouts]) if rollouts else torch.zeros(0)
@@ -252,6 +268,7 @@ def make_view(rollouts: Sequence[Rollout]) -> TokenView:
     position = torch.cat([torch.arange(r.length) for r in rollouts]) if rollouts else lengths
     advantage = torch.tensor([0.0 if r.advantage is None else float(r.advantage) for r in rollouts])
     old = behaviour + 0.05 * torch.sin(position.float())
+    scores = make_topk(rollouts)
     return TokenView(
         logp=(old + 0.1 * torch.cos(position.float())).requires_grad_(),
         old=old,
@@ -261,6 +278,7 @@ def make_view(rollouts: Sequence[Rollout]) -> TokenView:
         num_rows=len(rollouts),
         mask_T=position % 5 != 4,
         reference=behaviour - 0.1,
+        topk=scores,
     )
 
 
@@ -284,7 +302,10 @@ def run_correct(part: Any, groups: list[Group], ctx: StepContext) -> Outcome:
     view.logp = view.logp.detach()
     found = part.correct(view, Correction(torch.ones_like(view.old), torch.ones_like(view.mask_T)))
     assert not found.weight_T.requires_grad
-    return {"weight": split_rows(rollouts, found.weight_T), "mask": split_rows(rollouts, found.mask_T)}
+    assert found.divisor_T is None or part.whole_batch(), "only a part that sees the whole batch may reject"
+    divisor = torch.ones_like(found.mask_T) if found.divisor_T is None else found.divisor_T
+    decided = {"weight": found.weight_T, "mask": found.mask_T, "divisor": divisor}
+    return {name: split_rows(rollouts, value) for name, value in decided.items()}
 
 
 def make_distill_view(rollouts: Sequence[Rollout]) -> DistillView:
@@ -385,7 +406,7 @@ def absent(slot: str, groups: list[Group], ctx: StepContext) -> Outcome:
     if slot == "advantage":
         return by_row(rollouts, [np.full(r.length, np.float32(x)) for r, x in zip(rollouts, reward, strict=True)])
     if slot == "correct":
-        return {"weight": by_row(rollouts, ones), "mask": by_row(rollouts, true)}
+        return {"weight": by_row(rollouts, ones), "mask": by_row(rollouts, true), "divisor": by_row(rollouts, true)}
     if slot == "distill":
         zeros = [np.zeros(r.length, dtype=np.float32) for r in rollouts]
         return {"task_weight": 1.0, "mode": "sampled", "advantage": by_row(rollouts, zeros)}

@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -31,6 +32,11 @@ PER_GROUP = {
     "mean": (segment_mean, statistics.fmean),
     "median": (segment_median, statistics.median),
     "mad": (segment_mad, lambda v: statistics.median(abs(x - statistics.median(v)) for x in v)),
+    "lower median": (partial(segment_median, lower=True), statistics.median_low),
+    "lower mad": (
+        partial(segment_mad, lower=True),
+        lambda v: statistics.median_low([abs(x - statistics.median_low(v)) for x in v]),
+    ),
     "min": (segment_min, min),
     "max": (segment_max, max),
     "std": (segment_std, lambda v: statistics.stdev(v) if len(v) > 1 else 0.0),

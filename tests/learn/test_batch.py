@@ -8,9 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny import random_groups
 
 from trimtab.core.errors import DataError
-from trimtab.core.records import Group, Prompt, Rollout, Source, StopReason, StopRecord
+from trimtab.core.records import Group, Prompt, Rollout, Source, StopReason, StopRecord, flatten
 from trimtab.learn.batch import Batch, Rows
 
 
@@ -167,3 +168,21 @@ def test_minibatches_are_even_complete_and_reproducible(num: int) -> None:
     assert all(
         a.tolist() == b.tolist() for a, b in zip(parts, batch.minibatches(num, np.random.default_rng(3)), strict=True)
     )
+
+
+def test_without_tails_micro_batches_end_at_the_last_token_of_weight_and_the_axis_stays() -> None:
+    groups = random_groups(lengths=((6, 5), (4,)))
+    first, second, third = flatten(groups)
+    first.token_weight = np.array([1, 0, 2, 0, 0, 0], dtype=np.float32)
+    second.token_mask = np.array([True, True, True, True, False])
+    third.token_weight = np.zeros(4, dtype=np.float32)
+    batch = Batch.from_groups(groups)
+    cut = batch.without_tails()
+    assert cut.rows.computed_N.tolist() == [3, 4, 1]
+    assert batch.rows.computed_N.tolist() == cut.rows.length_N.tolist() == [6, 5, 4]
+    (micro,) = cut.rows.micro_batches(1000)
+    assert sorted(micro.index_T.tolist()) == [0, 1, 2, 6, 7, 8, 9, 11]
+    assert sorted(micro.lengths) == [1, 3, 4]
+    packed = sum(len(group.prompt.tokens) for group in groups) + 8
+    assert len(micro.tokens) == packed
+    assert cut.rows.micro_batches(packed - 1)[0].tokens.shape[0] < packed

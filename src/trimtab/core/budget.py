@@ -61,6 +61,20 @@ class Allocation:
 # ---------------------------------------------------------------- the rules
 
 
+def even(total: int, tie_P: Array) -> IntArray:
+    """The whole total (P,) in counts that differ by at most one; the lowest tie numbers get the larger ones.
+
+    :func:`water_fill` from level 0 without floors, caps and costs, for the hot path, with ties settled by the caller's
+    own numbers, such as :func:`trimtab.core.rng.scrambled` gives. Without prompts nothing is spent.
+    """
+    size = len(tie_P)
+    each, rest = divmod(total, max(size, 1))
+    counts_P = np.full(size, each, dtype=np.int64)
+    if size and rest:
+        counts_P[np.argsort(tie_P, kind="stable")[:rest]] += 1
+    return counts_P
+
+
 def largest_remainder(
     weight_P: Array,
     total: float,

@@ -65,12 +65,23 @@ class LearnerConfig:
 
 
 @dataclass(kw_only=True)
+class BudgetConfig:
+    """What a run may spend besides its steps: it ends after the step that reaches the first bound. 0 = no bound."""
+
+    tokens: int = knob(0, "tokens generated for training, those cut, dropped and overrun included", ge=0)
+    trained_tokens: int = knob(0, "tokens that carried gradient", ge=0)
+    seconds: float = knob(0.0, "wall seconds within steps, evaluations and checkpoints not counted", ge=0)
+
+
+@dataclass(kw_only=True)
 class EvalConfig:
     """Held-out evaluation."""
 
     num_problems: int = knob(256, "held-out problems", ge=0)
     every: int = knob(0, "steps between evaluations; 0 = only before and after", ge=0)
-    samples: int = knob(1, "responses a problem", ge=1)
+    every_tokens: int = knob(0, "generated tokens between evaluations; 0 = off", ge=0)
+    points: int = knob(0, "evaluations at equal shares of the run, whatever bounds it; 0 = off", ge=0)
+    samples: int = knob(1, "responses a problem; above 1, pass@k is estimated too", ge=1)
     temperature: float = knob(0.0, "sampling temperature; 0 = greedy", ge=0)
     max_new_tokens: int = knob(0, "response limit; 0 = that of training", ge=0)
 
@@ -124,6 +135,7 @@ class RunConfig:
     device: str = knob("auto", "cpu, cuda, cuda:1 ... or auto")
     dtype: Literal["float32", "bfloat16"] = knob("float32", "weights of policy and teacher in forward passes")
     threads: int = knob(0, "CPU threads; 0 = all", ge=0)
+    budget: BudgetConfig = field(default_factory=BudgetConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from trimtab.core.errors import DataError, unknown
+from trimtab.core.outcomes import moments
 from trimtab.core.records import FloatArray, Group, IntArray, Rollout
 
 KeyArray = np.ndarray[Any, np.dtype[np.uint64]]
@@ -128,7 +129,7 @@ def _power_of_two(at_least: int) -> int:
     return 1 << (at_least - 1).bit_length()
 
 
-def grown(array: Array, size: int, fill: float) -> Array:
+def grown(array: Array, size: int, fill: float | Array) -> Array:
     """``array`` with room for ``size`` rows, doubling, new rows set to ``fill``."""
     if size <= len(array):
         return array
@@ -342,23 +343,14 @@ class _Step:
         group_N = np.repeat(np.arange(len(groups)), self.size_P)
         length_N = np.array([len(rollout.tokens) for rollout in rollouts], dtype=np.float64)
         cut_N = np.array([rollout.truncated for rollout in rollouts], dtype=np.float64)
-        self.length_P = _moments(length_N, group_N, len(groups))[1]
+        self.length_P = moments(length_N, group_N, len(groups))[1]
         self.truncated_P = np.bincount(group_N, cut_N, len(groups)).astype(np.int64)
         self.constant_P = np.array([group.constant() for group in groups])
         correct_N = np.array([rollout.verdict.correct for rollout in rollouts], dtype=np.float64)  # None -> NaN
         reward_N = np.array([rollout.reward for rollout in rollouts], dtype=np.float64)
-        self.correct = _moments(correct_N, group_N, len(groups))
-        self.reward = _moments(reward_N, group_N, len(groups))
-        self.entropy = _moments(_entropies(rollouts), group_N, len(groups))
-
-
-def _moments(x_N: Array, group_N: IntArray, num: int) -> tuple[Array, Array, Array]:
-    """Count, mean and sum of squared deviations of the present (not NaN) values of each group, three times (P,)."""
-    present = ~np.isnan(x_N)
-    x, group = x_N[present], group_N[present]
-    count = np.bincount(group, minlength=num)
-    mean = np.bincount(group, x, num) / np.maximum(count, 1)
-    return count, mean, np.bincount(group, (x - mean[group]) ** 2, num)
+        self.correct = moments(correct_N, group_N, len(groups))
+        self.reward = moments(reward_N, group_N, len(groups))
+        self.entropy = moments(_entropies(rollouts), group_N, len(groups))
 
 
 def _entropies(rollouts: Sequence[Rollout]) -> Array:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -33,6 +33,24 @@ def key(*parts: object) -> int:
 def generator(*parts: object) -> np.random.Generator:
     """A numpy generator owned by one decision (selection, tie breaking), keyed like everything else."""
     return np.random.Generator(np.random.Philox(key=key(*parts) & (2**64 - 1)))
+
+
+def scrambled(keys: np.ndarray[Any, np.dtype[np.uint64]], *parts: object) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    """One random number a prompt (P,) for one decision, from prompt keys and what the decision is for.
+
+    The number depends on the prompt and not on its place, so that ties settled by it fall alike in any order. Equal
+    keys get equal numbers.
+    """
+    x = keys ^ np.uint64(key(*parts) & (2**64 - 1))
+    for shift, factor in ((30, _MIX_1), (27, _MIX_2)):
+        x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor & (2**64 - 1))
+    mixed: np.ndarray[Any, np.dtype[np.uint64]] = x ^ (x >> np.uint64(31))
+    return mixed
+
+
+def uniforms(keys: np.ndarray[Any, np.dtype[np.uint64]], *parts: object) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """The same as numbers in [0, 1), float64 (P,)."""
+    return (scrambled(keys, *parts) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:

@@ -81,8 +81,10 @@ def segment_max(x_N: Tensor, group_N: Tensor, num_groups: int, mask_N: Tensor | 
     return _extreme(x_N, group_N, num_groups, mask_N, "amax").to(_dtype(x_N))
 
 
-def segment_median(x_N: Tensor, group_N: Tensor, num_groups: int, mask_N: Tensor | None = None) -> Tensor:
-    """Median per group (P,); the mean of the two middle values of an even count."""
+def segment_median(
+    x_N: Tensor, group_N: Tensor, num_groups: int, mask_N: Tensor | None = None, lower: bool = False
+) -> Tensor:
+    """Median per group (P,); of an even count the mean of the two middle values, or with ``lower`` the lower one."""
     if not len(x_N):
         return torch.zeros(num_groups, dtype=_dtype(x_N), device=x_N.device)
     wide_N = _wide(x_N, mask_N)
@@ -91,17 +93,19 @@ def segment_median(x_N: Tensor, group_N: Tensor, num_groups: int, mask_N: Tensor
     start_P = count_P.cumsum(0) - count_P
     last = len(x_N) - 1
     lower_P = sorted_N[(start_P + (count_P - 1).clamp(min=0) // 2).clamp(max=last)]
-    upper_P = sorted_N[(start_P + count_P // 2).clamp(max=last)]
+    upper_P = lower_P if lower else sorted_N[(start_P + count_P // 2).clamp(max=last)]
     median_P = lower_P + (upper_P - lower_P) / 2
     return torch.where(count_P > 0, median_P, torch.zeros_like(median_P)).to(_dtype(x_N))
 
 
-def segment_mad(x_N: Tensor, group_N: Tensor, num_groups: int, mask_N: Tensor | None = None) -> Tensor:
-    """Median absolute deviation from the median per group (P,), without a consistency factor."""
+def segment_mad(
+    x_N: Tensor, group_N: Tensor, num_groups: int, mask_N: Tensor | None = None, lower: bool = False
+) -> Tensor:
+    """Median absolute deviation from the median per group (P,), without a consistency factor; both medians alike."""
     wide_N = _wide(x_N, mask_N)
-    median_P = segment_median(wide_N, group_N, num_groups, mask_N)
+    median_P = segment_median(wide_N, group_N, num_groups, mask_N, lower)
     deviation_N = (wide_N - median_P[group_N]).abs()
-    return segment_median(deviation_N, group_N, num_groups, mask_N).to(_dtype(x_N))
+    return segment_median(deviation_N, group_N, num_groups, mask_N, lower).to(_dtype(x_N))
 
 
 def segment_rank(x_N: Tensor, group_N: Tensor, num_groups: int, mask_N: Tensor | None = None) -> Tensor:

@@ -24,7 +24,7 @@ from trimtab.core.records import FloatArray, Group, IntArray, Prompt
 if TYPE_CHECKING:
     import torch
 
-    from trimtab.core.history import History
+    from trimtab.core.history import History, KeyArray
     from trimtab.core.ledger import Ledger
     from trimtab.generate.protocol import Request, StopHook
 
@@ -72,6 +72,16 @@ class PromptStream:
         self.pool = list(prompts)
         self.seed, self.epoch, self.cursor = seed, 0, 0
         self._order = self._permutation()
+        self._keyed: tuple[list[Prompt], KeyArray] | None = None
+
+    @property
+    def keys(self) -> KeyArray:
+        """Ids of the pool as numbers (P,), see :func:`trimtab.core.history.prompt_keys`; made once a pool."""
+        from trimtab.core.history import prompt_keys
+
+        if self._keyed is None or self._keyed[0] is not self.pool or len(self._keyed[1]) != len(self.pool):
+            self._keyed = self.pool, prompt_keys([prompt.id for prompt in self.pool])
+        return self._keyed[1]
 
     def _permutation(self) -> IntArray:
         from trimtab.core.rng import generator
@@ -114,7 +124,10 @@ class Select(Part):
     slot: ClassVar[str] = "select"
 
     def select(self, stream: PromptStream, num: int, ctx: StepContext) -> Selection:
-        """Choose up to ``num`` prompts."""
+        """Choose ``num`` prompts; fewer where there are none left, more where the part oversamples on purpose.
+
+        Groups beyond the wanted number that are still trainable after filtering are cut and booked as surplus.
+        """
         raise NotImplementedError
 
     def refill(self, kept: int, wanted: int, draws: int, ctx: StepContext) -> int:
@@ -144,6 +157,10 @@ class Allocate(Part):
     """How many rollouts each prompt gets. Asked once a round until it answers all zeros or the budget is spent."""
 
     slot: ClassVar[str] = "allocate"
+
+    def budget(self, num_prompts: int, ctx: StepContext) -> int:
+        """Rollouts that all rounds together may spend on ``num_prompts`` prompts; those of plain GRPO by default."""
+        return num_prompts * ctx.group_size
 
     def plan(self, request: AllocationRequest, ctx: StepContext) -> IntArray:
         """Rollouts to generate now per prompt (P,), non-negative, sum <= ``request.remaining``."""
@@ -276,6 +293,21 @@ class Advantage(Part):
 
 
 @dataclass(slots=True)
+class TopK:
+    """The rollout policy's most likely tokens at every response token and what the current policy gives them, detached.
+
+    ``ids``, ``behaviour`` (log-probs at rollout time) and ``logp`` (current log-probs) are (T, K), K at least what was
+    asked for, most likely first; ``token_T`` (T,) is the sampled token, which need not be among them.
+    """
+
+    ids: torch.Tensor
+    behaviour: torch.Tensor
+    logp: torch.Tensor
+    token_T: torch.Tensor
+    vocab_size: int
+
+
+@dataclass(slots=True)
 class TokenView:
     """Flat response tokens of one micro-batch (whole rows), as the objective sees them.
 
@@ -292,6 +324,7 @@ class TokenView:
     mask_T: torch.Tensor  # (T,) bool, tokens in the loss
     reference: torch.Tensor | None = None  # (T,) log-probs under the reference policy
     sampled_logp: torch.Tensor | None = None  # (T,) current log-prob of the sampled token when logp is (T, K)
+    topk: TopK | None = None  # when the objective or a correction needs top-k and no distillation brings candidates
 
 
 @dataclass(slots=True)
@@ -315,6 +348,11 @@ class Objective(Part):
         """How token losses are summed, and the constant of ``constant`` (None: rows times the token limit)."""
         return "token-mean", None
 
+    def whole_rows(self) -> bool:
+        """True when a token's loss reads other tokens of its row. Otherwise the learner leaves out the tail of a row
+        that carries no gradient (masked, or of weight 0), and the view ends before it."""
+        return False
+
     def token_loss(self, view: TokenView) -> TokenLoss:
         """Loss per token (T,), gradient through ``view.logp`` only."""
         raise NotImplementedError
@@ -322,11 +360,16 @@ class Objective(Part):
 
 @dataclass(slots=True)
 class Correction:
-    """Detached importance weight and mask per token (T,); False leaves the loss but stays in the divisor."""
+    """Detached importance weight and mask per token (T,); False leaves the loss but stays in the divisor.
+
+    ``divisor_T`` (T,) bool, None = all True: False rejects the token, which leaves loss and divisor both. Only a part
+    with ``whole_batch`` may reject, because the divisor is fixed before the batch is split.
+    """
 
     weight_T: torch.Tensor
     mask_T: torch.Tensor
     logged: dict[str, torch.Tensor] = field(default_factory=dict)
+    divisor_T: torch.Tensor | None = None
 
 
 @dataclass(kw_only=True)
@@ -338,6 +381,10 @@ class Correct(Part):
     def whole_batch(self) -> bool:
         """True when the rule takes statistics over tokens of other rows: it then sees the whole optimiser batch in one
         view, at the price of a forward pass without gradient. Otherwise it sees one micro-batch, whole rows."""
+        return False
+
+    def whole_rows(self) -> bool:
+        """As for objectives: True when a token's correction reads other tokens of its row; implied by whole_batch."""
         return False
 
     def correct(self, view: TokenView, correction: Correction) -> Correction:
@@ -381,6 +428,10 @@ class Distill(Part):
     def task_weight(self) -> float:
         """Factor on the task advantage beside the teacher's signal."""
         return 0.0
+
+    def whole_rows(self) -> bool:
+        """As for objectives: True when a token's signal reads other tokens of its row."""
+        return False
 
     def token_advantage(self, view: DistillView) -> torch.Tensor:
         """``sampled``: advantage (T,) of the sampled token from the teacher."""

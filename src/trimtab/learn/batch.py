@@ -7,7 +7,7 @@ what the loss needs. All per-token tensors share one flat axis T, row after row;
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -65,12 +65,14 @@ class Rows:
         prompts: token ids of each distinct prompt (P of them).
         prompt_N: (N,) prompt of each row.
         length_N: (N,) response tokens of each row.
+        computed_N: (N,) leading response tokens of each row that micro-batches hold.
         token_T: (T,) response tokens, row after row.
     """
 
     prompts: list[IntArray]
     prompt_N: IntArray
     length_N: IntArray
+    computed_N: IntArray
     token_T: Tensor
 
     @classmethod
@@ -88,10 +90,12 @@ class Rows:
                     f"rollout {rollout.id}: its prompt {rollout.prompt.id} has no tokens; at least one needed"
                 )
             prompt_N[row] = index.setdefault(tuple(rollout.prompt.tokens), len(index))
+        length_N = np.array([rollout.length for rollout in rollouts], dtype=np.int64)
         return cls(
             prompts=[np.array(tokens, dtype=np.int64) for tokens in index],
             prompt_N=prompt_N,
-            length_N=np.array([rollout.length for rollout in rollouts], dtype=np.int64),
+            length_N=length_N,
+            computed_N=length_N,
             token_T=_concatenate([rollout.tokens for rollout in rollouts], np.int64),
         )
 
@@ -126,13 +130,13 @@ class Rows:
     def _units(self, rows: IntArray, token_budget: int) -> Iterable[tuple[int, list[int]]]:
         """Rows of one prompt that go together, with their packed tokens; the longest rows first."""
         by_prompt: dict[int, list[int]] = {}
-        for row in sorted(rows.tolist(), key=lambda row: (-self.length_N[row], row)):
+        for row in sorted(rows.tolist(), key=lambda row: (-self.computed_N[row], row)):
             by_prompt.setdefault(int(self.prompt_N[row]), []).append(row)
         for prompt, members in by_prompt.items():
             base = len(self.prompts[prompt])
             size, unit = base, list[int]()
             for row in members:
-                length = int(self.length_N[row])
+                length = int(self.computed_N[row])
                 if unit and size + length > token_budget:
                     yield size, unit
                     size, unit = base, []
@@ -143,7 +147,7 @@ class Rows:
     def _pack(self, rows: IntArray) -> MicroBatch:
         prompts, prompt_of_row = np.unique(self.prompt_N[rows], return_inverse=True)
         start_N = np.cumsum(self.length_N) - self.length_N
-        index_T = _concatenate([np.arange(start_N[row], start_N[row] + self.length_N[row]) for row in rows], np.int64)
+        index_T = _concatenate([np.arange(start_N[row], start_N[row] + self.computed_N[row]) for row in rows], np.int64)
         prompt_tokens = _concatenate([self.prompts[prompt] for prompt in prompts], np.int64)
         return MicroBatch(
             row_N=rows,
@@ -151,7 +155,7 @@ class Rows:
             tokens=torch.cat([prompt_tokens, self.token_T[index_T]]),
             prompt_lengths=[len(self.prompts[prompt]) for prompt in prompts],
             prompt_of_row=prompt_of_row.tolist(),
-            lengths=self.length_N[rows].tolist(),
+            lengths=self.computed_N[rows].tolist(),
         )
 
 
@@ -207,6 +211,18 @@ class Batch:
             mask_T=_concatenate(mask, np.bool_),
             signals={name: _signal(rollouts, mask, name) for name in signals},
         )
+
+    def without_tails(self) -> Batch:
+        """The same batch whose micro-batches end each row at its last token of weight (at its first if it has none).
+
+        A causal model gives the tokens before it the same log-probs. The token axis, and so every divisor, stays.
+        """
+        live_T = (self.mask_T & (self.weight_T != 0)).numpy()
+        start_N = np.cumsum(self.rows.length_N) - self.rows.length_N
+        place_T = np.arange(len(live_T)) - np.repeat(start_N, self.rows.length_N)
+        computed_N = np.ones(self.rows.num_rows, dtype=np.int64)
+        np.maximum.at(computed_N, self.rows.row_T.numpy()[live_T], place_T[live_T] + 1)
+        return replace(self, rows=replace(self.rows, computed_N=computed_N))
 
     def minibatches(self, num: int, generator: np.random.Generator) -> list[IntArray]:
         """The rows in ``num`` parts whose sizes differ by at most one, prompts in random order, none of them empty.

@@ -66,6 +66,12 @@ class Learner:
         self.mode = distill.signal() if distill else None
         self.uses_task = distill is None or distill.task_weight() > 0
         self.uses_reference = objective is not None and objective.needs().reference
+        self.readers: list[Objective | Correct] = [
+            *([objective] if objective else []),
+            *self.correct,
+        ]  # parts that are shown token views
+        # candidates take the place of the top-k in the view; a part that needs both refuses the combination itself
+        self.topk = 0 if self.mode == "candidates" else max((part.needs().topk for part in self.readers), default=0)
         self._check_parts()
         self.optimiser = MasterAdamW(
             model.parameters(),
@@ -107,6 +113,8 @@ class Learner:
             DataError: a rollout that cannot be trained on (see :meth:`Batch.from_groups`).
         """
         batch = Batch.from_groups(groups, self._signals())
+        if not self._reads_whole_rows():
+            batch = batch.without_tails()
         active_N = self._active_rows(batch)
         if not active_N.any():
             return UpdateResult.empty()
@@ -116,6 +124,11 @@ class Learner:
         for rows in parts:
             run.step(rows)
         return run.result()
+
+    def _reads_whole_rows(self) -> bool:
+        distill = [self.distill] if self.distill else []
+        whole = any(part.whole_batch() for part in self.correct)
+        return whole or any(part.whole_rows() for part in [*self.readers, *distill])
 
     def _parts(self, batch: Batch, epochs: int, minibatches: int, ctx: StepContext) -> list[IntArray]:
         """Rows of every optimiser step, in order."""
@@ -132,7 +145,12 @@ class Learner:
         return np.bincount(batch.rows.row_T[token_T].numpy(), minlength=batch.rows.num_rows) > 0
 
     def _signals(self) -> list[str]:
-        """Rollout signals the distillation reads."""
+        """Rollout signals that the distillation, the objective or a correction reads."""
+        if self.topk:
+            return list(dict.fromkeys([*self._teacher_signals(), "topk_ids", "topk_logprobs"]))
+        return self._teacher_signals()
+
+    def _teacher_signals(self) -> list[str]:
         if self.distill is None or self.mode == "full":
             return []
         needs = self.distill.needs()

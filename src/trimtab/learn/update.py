@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -10,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trimtab.core.errors import ConfigError
 from trimtab.core.records import IntArray
-from trimtab.core.slots import Correction, DistillView, TokenView
+from trimtab.core.slots import Correction, DistillView, TokenView, TopK
 from trimtab.learn.aggregate import aggregate, token_coefficients
 from trimtab.learn.batch import Batch, MicroBatch
 from trimtab.learn.logprob import chunked_loss, token_logprobs, token_logprobs_entropy
@@ -31,7 +33,7 @@ class UpdateResult:
         outcome: ``updated`` when at least one optimiser step was taken; else the optimiser did not move: ``nonfinite``
             when a gradient norm was not finite, ``nothing_to_train`` when no token gave a gradient.
         metrics: means over the tokens trained on, and over optimiser steps (``loss``, ``grad_norm``).
-        trained_tokens: distinct tokens in the loss of rows that went through a step that was taken.
+        trained_tokens: distinct tokens in the loss, with a weight, of rows that went through a step that was taken.
         trained_rows: those rows.
         forwarded_tokens: packed tokens through the policy or reference, prompts and repeats included.
     """
@@ -46,6 +48,20 @@ class UpdateResult:
     def empty(cls) -> UpdateResult:
         """The result of not having been asked."""
         return cls("nothing_to_train")
+
+    @classmethod
+    def joined(cls, results: Sequence[UpdateResult]) -> UpdateResult:
+        """Several updates of one step as one: the best outcome, counts summed, metrics of the last that has any."""
+        if not results:
+            return cls.empty()
+        order: tuple[Outcome, ...] = ("updated", "nonfinite", "nothing_to_train")
+        return cls(
+            outcome=min((r.outcome for r in results), key=order.index),
+            metrics=next((r.metrics for r in reversed(results) if r.metrics), {}),
+            trained_tokens=sum(r.trained_tokens for r in results),
+            trained_rows=sum(r.trained_rows for r in results),
+            forwarded_tokens=sum(r.forwarded_tokens for r in results),
+        )
 
 
 @dataclass(slots=True)
@@ -99,7 +115,7 @@ class Update:
         self.meter = _Meter()
         self.norms: list[float] = []
         self.steps_taken = self.forwarded = 0
-        self.trained_N = np.zeros(batch.rows.num_rows, dtype=bool)
+        self.trained_T = torch.zeros(len(batch.mask_T), dtype=torch.bool)
 
     def prepare(self, single: bool) -> None:
         """The passes without gradient that come before the first step."""
@@ -116,11 +132,14 @@ class Update:
 
     def step(self, rows: IntArray) -> None:
         """One optimiser step on these rows; nothing happens when none of them can give a gradient."""
-        active = rows[self.active_N[rows]]
-        if not len(active):
+        if not self.active_N[rows].any():
             return
-        learner, coef_T = self.learner, self._coefficients(rows)
+        learner = self.learner
         self.fixed.correction = self._whole_correction(rows) if self._whole_batch() else None
+        coef_T = self._coefficients(rows)
+        active = self._active(rows, coef_T)
+        if not len(active):  # everything was rejected
+            return
         for micro in self.batch.rows.micro_batches(learner.config.micro_batch_tokens, active):
             loss = self._micro_loss(micro, coef_T)
             loss.backward()
@@ -131,12 +150,16 @@ class Update:
         self.norms.append(norm)
         if taken:
             self.steps_taken += 1
-            self.trained_N[active] = True
+            chosen_N = torch.zeros(self.batch.rows.num_rows, dtype=torch.bool)
+            chosen_N[active] = True
+            self.trained_T |= (coef_T != 0) & chosen_N[self.batch.rows.row_T]
 
     def result(self) -> UpdateResult:
         """Numbers of the whole update; waits for the device once."""
         metrics = self.meter.read()
         num_steps = len(self.norms)
+        if not num_steps:
+            return UpdateResult("nothing_to_train", metrics, forwarded_tokens=self.forwarded)
         metrics["loss"] /= num_steps
         metrics |= {
             "grad_norm": float(np.mean(self.norms)),
@@ -144,29 +167,36 @@ class Update:
             "steps": float(self.steps_taken),
             "nonfinite_steps": float(sum(not math.isfinite(norm) for norm in self.norms)),
         }
-        rows = self.batch.rows
-        trained_T = self.batch.mask_T.numpy() & np.repeat(self.trained_N, rows.length_N)
         unusable: Outcome = "nonfinite" if metrics["nonfinite_steps"] else "nothing_to_train"
         return UpdateResult(
             outcome="updated" if self.steps_taken else unusable,
             metrics=metrics,
-            trained_tokens=int(trained_T.sum()),
-            trained_rows=int(self.trained_N.sum()),
+            trained_tokens=int(self.trained_T.sum()),
+            trained_rows=len(self.batch.rows.row_T[self.trained_T].unique()),
             forwarded_tokens=self.forwarded,
         )
 
     # ------------------------------------------------------------ before the gradient pass
 
     def _coefficients(self, rows: IntArray) -> Tensor:
-        """Coefficient times weight of every token's loss (T,), fixed on all kept tokens of these rows."""
+        """Coefficient times weight of every token's loss (T,), fixed on all kept tokens of these rows that no
+        correction rejected."""
         batch, objective = self.batch, self.learner.objective
         name, constant = objective.aggregation() if objective else ("token-mean", None)
         chosen_N = torch.zeros(batch.rows.num_rows, dtype=torch.bool)
         chosen_N[rows] = True
         row_T = batch.rows.row_T
         mask_T = batch.mask_T & chosen_N[row_T]
+        if self.fixed.correction is not None and self.fixed.correction.divisor_T is not None:
+            mask_T = mask_T & self.fixed.correction.divisor_T
         limit = self.learner.max_new_tokens
         return token_coefficients(name, row_T, mask_T, batch.rows.num_rows, constant, limit) * batch.weight_T
+
+    def _active(self, rows: IntArray, coef_T: Tensor) -> IntArray:
+        """Those of these rows that can give a gradient under these coefficients."""
+        row_T = self.batch.rows.row_T
+        live_N = np.bincount(row_T[coef_T != 0].numpy(), minlength=self.batch.rows.num_rows) > 0
+        return rows[self.active_N[rows] & live_N[rows]]
 
     def _whole_batch(self) -> bool:
         return any(part.whole_batch() for part in self.learner.correct)
@@ -188,10 +218,12 @@ class Update:
         place_N[rows] = torch.arange(len(rows))
         place_T = place_N[self.batch.rows.row_T]
         part = _Part(torch.nonzero(place_T >= 0).flatten(), place_T[place_T >= 0], len(rows))
-        view = self._view(part, self._take(now[:, 0], part), self._take(self.fixed.old[:, 0], part))
-        found = self._chain(view)
+        found = self._chain(self._view(part, self._take(now, part), self._take(self.fixed.old, part)))
         whole = Correction(torch.ones(len(place_T)), torch.ones(len(place_T), dtype=torch.bool))
         whole.weight_T[part.index_T], whole.mask_T[part.index_T] = found.weight_T.cpu(), found.mask_T.cpu()
+        if found.divisor_T is not None:
+            whole.divisor_T = torch.ones(len(place_T), dtype=torch.bool)
+            whole.divisor_T[part.index_T] = found.divisor_T.cpu()
         return whole
 
     def _chain(self, view: TokenView) -> Correction:
@@ -212,7 +244,7 @@ class Update:
         ids = self._ids(part)
         logprob, entropy_T = self._logprobs(hidden, ids)
         old = logprob.detach() if self.fixed.old is None else self._take(self.fixed.old, part)
-        view = self._view(part, logprob[:, 0], old[:, 0])
+        view = self._view(part, logprob, old)
         correction = self._correction(part, view)
         if self.learner.mode == "full":
             loss_T, logged = self._beside(view, self._full_loss(micro, plan, hidden))
@@ -228,8 +260,10 @@ class Update:
         return x[part.index_T].to(self.learner.device)
 
     def _ids(self, part: _Part) -> Tensor:
-        """Ids (t, 1 + K) whose log-probs are needed: the sampled token, then the candidates."""
+        """Ids (t, 1 + K) whose log-probs are needed: the sampled token, then the candidates or the top-k."""
         token_T = self._take(self.batch.rows.token_T, part)
+        if self.learner.topk:
+            return torch.cat([token_T[:, None], self._take(self.batch.signals["topk_ids"], part)], 1)
         if self.learner.mode != "candidates":
             return token_T[:, None]
         assert self.learner.distill is not None
@@ -243,12 +277,13 @@ class Update:
             return token_logprobs_entropy(hidden, head, ids, temperature, chunk)
         return token_logprobs(hidden, head, ids, temperature, chunk), None
 
-    def _view(self, part: _Part, logp_T: Tensor, old_T: Tensor) -> TokenView:
-        """The sampled tokens as objective and corrections see them.
+    def _view(self, part: _Part, now: Tensor, old: Tensor) -> TokenView:
+        """The sampled tokens as objective and corrections see them, from log-probs (t, 1 + K) of their ids.
 
         The advantage is the task's times its weight, plus in ``sampled`` distillation the teacher's. The signals of
         ``candidates`` and ``full`` have no place here: pure distillation then shows an advantage of 0.
         """
+        old_T = old[:, 0]
         behaviour_T, mask_T = self._take(self.batch.behaviour_T, part), self._take(self.batch.mask_T, part)
         advantage_T = self._take(self.batch.advantage_T, part)
         distill = self.learner.distill
@@ -258,7 +293,7 @@ class Update:
                 advantage_T = advantage_T + distill.token_advantage(self._distill_view(part, old_T))
         reference_T = self.fixed.reference_T
         return TokenView(
-            logp=logp_T,
+            logp=now[:, 0],
             old=old_T,
             advantage=_inside(mask_T, advantage_T),
             behaviour=torch.where(behaviour_T.isnan(), old_T, behaviour_T),
@@ -266,13 +301,28 @@ class Update:
             num_rows=part.num_rows,
             mask_T=mask_T,
             reference=None if reference_T is None else self._take(reference_T, part),
+            topk=self._topk(part, now[:, 1:]) if self.learner.topk else None,
+        )
+
+    def _topk(self, part: _Part, logp: Tensor) -> TopK:
+        signals = self.batch.signals
+        return TopK(
+            ids=self._take(signals["topk_ids"], part),
+            behaviour=self._take(signals["topk_logprobs"], part),
+            logp=logp.detach(),
+            token_T=self._take(self.batch.rows.token_T, part),
+            vocab_size=len(self.learner.model.head_weight),
         )
 
     def _correction(self, part: _Part, view: TokenView) -> Correction:
         fixed = self.fixed.correction
         if fixed is not None:
             return Correction(self._take(fixed.weight_T, part), self._take(fixed.mask_T, part))
-        return self._chain(replace(view, logp=view.logp.detach()))
+        found = self._chain(replace(view, logp=view.logp.detach()))
+        if found.divisor_T is not None:
+            slugs = ", ".join(link.slug for link in self.learner.correct)
+            raise ConfigError(f"correct: one of {slugs} rejects tokens, so its whole_batch() must be true.")
+        return found
 
     def _objective(self, view: TokenView) -> tuple[Tensor, dict[str, Tensor]]:
         assert self.learner.objective is not None

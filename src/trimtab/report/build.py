@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FunctionLoader, StrictUndefined
-from markupsafe import Markup
-from plotly.offline import get_plotlyjs
-
 from trimtab.core.files import write_text
 from trimtab.report import accounts, curves, responses
-from trimtab.report.text import embed, visible
+from trimtab.report.page import render
 from trimtab.run.rundir import RunDir
 
 
 def build_report(run_dir: Path) -> str:
     """The report of the run in ``run_dir`` as HTML. Raises DataError when it is no run directory."""
     run = RunDir.open(run_dir)
-    page, data = collect(run)
-    scripts = [_script(get_plotlyjs()), _script(_resource("report.js"))]
-    template = _jinja().get_template("report.html")
-    return template.render(
-        **page,
-        css=Markup(_resource("report.css")),
-        data=Markup(embed(data)),
-        scripts=[Markup(script) for script in scripts],
-        script_hashes=[_hash(script) for script in scripts],
-    )
+    return render("report", *collect(run))
 
 
 def write_report(run_dir: Path, out: Path | None = None) -> Path:
@@ -64,24 +48,3 @@ def collect(run: RunDir) -> tuple[dict[str, Any], dict[str, Any]]:
     page["distilled"] = data["overlap"] is not None or data["effective"] is not None
     page["effective_from"] = data["effective"]["from"] if data["effective"] else ""
     return page, data
-
-
-def _jinja() -> Environment:
-    environment = Environment(loader=FunctionLoader(_resource), autoescape=True, undefined=StrictUndefined)
-    environment.trim_blocks = environment.lstrip_blocks = True
-    environment.filters["visible"] = visible
-    return environment
-
-
-def _resource(name: str) -> str:
-    return (resources.files("trimtab.report") / name).read_text(encoding="utf-8")
-
-
-def _script(text: str) -> str:
-    """A script as it may stand in the page: nothing in it ends its element early."""
-    return text.replace("</script", "<\\/script")
-
-
-def _hash(script: str) -> str:
-    """Digest by which the page's policy admits a script; what is not on the list never runs."""
-    return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

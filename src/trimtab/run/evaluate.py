@@ -12,6 +12,7 @@ from trimtab.core.config import EvalConfig
 from trimtab.core.records import Prompt, StopReason
 from trimtab.core.rng import key
 from trimtab.generate.protocol import Engine, Request, Sampling
+from trimtab.run.statistics import pass_at_k
 
 
 @dataclass(slots=True)
@@ -25,10 +26,11 @@ class Evaluation:
     mean_length: float
     truncated_share: float
     tokens: int
+    pass_at_k: dict[str, float] = field(default_factory=dict)  # k as text, as JSON keeps it; empty with one sample
     lengths: list[int] = field(repr=False, default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        names = ("accuracy", "accuracy_se", "scored", "failed", "mean_length", "truncated_share", "tokens")
+        names = ("accuracy", "accuracy_se", "scored", "failed", "mean_length", "truncated_share", "tokens", "pass_at_k")
         return {name: getattr(self, name) for name in names}
 
 
@@ -69,8 +71,25 @@ def evaluate(
         mean_length=float(np.mean(lengths)) if lengths else 0.0,
         truncated_share=float(np.mean(cut)) if cut else 0.0,
         tokens=sum(c.cost.sampled for c in completions),
+        pass_at_k=pass_curve(per_problem) if config.samples > 1 else {},
         lengths=lengths,
     )
+
+
+def pass_curve(correct: np.ndarray[Any, np.dtype[np.float64]]) -> dict[str, float]:
+    """Mean pass@k over problems from verdicts (P, samples; NaN = not verified), for k = 1, 2, 4 ... and all samples.
+
+    A sample passes when it is fully correct. A problem with fewer than k verified samples has no pass@k.
+    """
+    scored_P, passed_P = (~np.isnan(correct)).sum(1).tolist(), (correct >= 1).sum(1).tolist()
+    samples = correct.shape[1]
+    sizes = sorted({2**i for i in range(samples.bit_length()) if 2**i <= samples} | {samples})
+    found: dict[str, float] = {}
+    for k in sizes:
+        values = [pass_at_k(n, c, k) for n, c in zip(scored_P, passed_P, strict=True) if n >= k]
+        if values:
+            found[str(k)] = float(np.mean(values))
+    return found
 
 
 class ResidualLength:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from trimtab.core.config import BudgetConfig
 from trimtab.core.recipe import Resolved
 from trimtab.core.records import Prompt
 
@@ -57,9 +58,16 @@ def plan_lines(resolved: Resolved, policy: Any, teacher: Any, task: Any) -> list
             f"rollouts x {s.sampling.max_new_tokens} tokens",
         ),
         ("steps", f"{s.steps}, seed {s.seed}"),
+        ("budget", budget_text(s.budget)),
         ("memory", f"about {short(sum(memory.values()))}B ({uses})"),
     ]
     return [line for line in lines if line[1] != "none"]
+
+
+def budget_text(budget: BudgetConfig) -> str:
+    """The bounds beside the steps, or ``none``."""
+    found = [(budget.tokens, "generated tokens"), (budget.trained_tokens, "trained tokens"), (budget.seconds, "s")]
+    return " or ".join(f"{short(amount)} {unit}" for amount, unit in found if amount) or "none"
 
 
 def skipped_text(skipped: dict[str, int]) -> str:

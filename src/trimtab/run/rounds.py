@@ -47,7 +47,7 @@ class Rounds:
     ) -> list[Group]:
         """All groups of these prompts, verified. ``drawn`` counts samples per prompt id in this step, across calls."""
         groups = [Group(p, inclusion=q) for p, q in zip(prompts, inclusion, strict=True)]
-        remaining, number = len(prompts) * ctx.group_size, 0
+        remaining, number = self.budget(len(prompts), ctx), 0
         while remaining > 0:
             counts = self.plan(AllocationRequest(list(prompts), groups, number, remaining), ctx)
             if not counts.any():
@@ -56,6 +56,10 @@ class Rounds:
             remaining -= int(counts.sum())
             number += 1
         return groups
+
+    def budget(self, num_prompts: int, ctx: StepContext) -> int:
+        """Rollouts to spend: ``group_size`` a prompt unless the allocator has its own."""
+        return num_prompts * ctx.group_size if self.allocate is None else self.allocate.budget(num_prompts, ctx)
 
     def plan(self, request: AllocationRequest, ctx: StepContext) -> IntArray:
         """This round's rollouts per prompt; without an allocator everyone gets ``group_size`` in the first round."""

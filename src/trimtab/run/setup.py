@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,9 @@ def build_trainer(resolved: Resolved, display: Display, resumed: RunDir | None =
     reference = load_reference(settings, policy, device) if needs.reference else None
     if resumed and (saved := checkpoint.steps(resumed.path / "checkpoints")):
         load_weights(policy, checkpoint.folder_of(resumed.path / "checkpoints", saved[-1]))
-    task = load_task(settings.task, settings.data, settings.verify, tokenizer, seed=settings.seed)
+    longest = min(settings.data.max_prompt_tokens, policy.config.max_positions - 1)  # room for one response token
+    data = replace(settings.data, max_prompt_tokens=longest)
+    task = load_task(settings.task, data, settings.verify, tokenizer, seed=settings.seed)
     needs_teacher = needs.teacher or needs.teacher_topk > 0
     teacher = load_teacher(resolved, tokenizer, policy.config.vocab_size, task.train, device) if needs_teacher else None
     heldout = task.heldout(settings.eval.num_problems)
@@ -101,7 +104,8 @@ def build_trainer(resolved: Resolved, display: Display, resumed: RunDir | None =
         heldout=heldout,
         save_model=lambda folder: save_pretrained(policy, tokenizer, folder),
     )
-    display.plan(plan_lines(resolved, policy, teacher, task), steps=settings.steps)
+    bounded = any(vars(settings.budget).values())
+    display.plan(plan_lines(resolved, policy, teacher, task), steps=0 if bounded else settings.steps)
     if resumed:
         trainer.restore()
     return trainer

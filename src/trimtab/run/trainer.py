@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,24 +25,13 @@ from trimtab.learn.teacher import Teacher
 from trimtab.run import checkpoint
 from trimtab.run.display import Display
 from trimtab.run.evaluate import Evaluation, ResidualLength, evaluate
+from trimtab.run.extent import Counters, Extent
 from trimtab.run.rounds import Rounds, limits_reached
 from trimtab.run.rundir import RunDir
+from trimtab.run.tensorboard import TensorBoard
 
 GIVE_UP_AFTER = 8  # consecutive steps with nothing to train on
 SELF_CHECK_TOLERANCE = 2e-3
-
-
-@dataclass
-class Counters:
-    """What a run counts from its start; checkpointed."""
-
-    step: int = 0
-    version: int = 0
-    tokens_generated: int = 0
-    tokens_trained: int = 0
-    tokens_saved: float = 0.0
-    wall_s: float = 0.0
-    empty_steps: int = 0
 
 
 @dataclass
@@ -73,20 +62,25 @@ class Trainer:
         self.settings = self.resolved.settings
         self.parts = self.resolved.parts
         self.needs = self.resolved.needs()
+        self.extent = Extent.of(self.settings)
+        self.before = self.counters  # as they stood before the last step
         self.stream = PromptStream(self.train_prompts, self.settings.seed)
         self.select: Select | None = self.resolved.one("select")
         distill = self.resolved.one("distill")
         self.uses_task = distill is None or distill.task_weight() > 0
         self.phases: dict[str, float] = {}
+        self.board: TensorBoard | None = None
 
     # ------------------------------------------------------------ the run
 
     def run(self) -> dict[str, Any]:
-        """Train to the last step and return the summary; resumes where the counters stand."""
+        """Train until the steps or the budget are used and return the summary; resumes where the counters stand."""
         started = time.perf_counter() - self.counters.wall_s
+        if self.settings.output.tensorboard:
+            self.board = TensorBoard(self.run_dir.path / "tensorboard", self.counters.step)
         if self.first_evaluation is None:
             self.first_evaluation = self.evaluate("before")
-        while self.counters.step < self.settings.steps:
+        while not self.extent.reached(self.counters):
             self.step()
             self.counters.wall_s = time.perf_counter() - started
             self.after_step()
@@ -96,15 +90,17 @@ class Trainer:
 
     def step(self) -> None:
         """One step, as in the figure."""
+        started, self.before = time.perf_counter(), replace(self.counters)
         self.phases = {}
         ctx = self.context()
-        groups = self.collect(ctx)
+        generated = self.collect(ctx)
+        replay = self.resolved.one("replay")
+        groups = replay.collect(generated, ctx) if replay else generated
         self.advantages(groups, ctx)
-        released = {r.id for r in flatten(groups) if not r.id.startswith(f"{ctx.step}-")}
-        result, trained = self.update(groups, ctx)
-        buffered = {r.id for r in flatten(groups)} - trained
-        self.book(groups, result, buffered, released, ctx)
+        result, given = self.update(groups, ctx)
+        self.book(generated, groups, given, result, ctx)
         self.counters.step += 1
+        self.counters.train_s += time.perf_counter() - started
 
     def context(self) -> StepContext:
         """What parts may know about this step."""
@@ -112,7 +108,7 @@ class Trainer:
         return StepContext(
             seed=s.seed,
             step=self.counters.step,
-            num_steps=s.steps,
+            num_steps=self.extent.expected_steps(self.counters),
             version=self.counters.version,
             prompts_per_step=s.prompts_per_step,
             group_size=s.group_size,
@@ -143,8 +139,7 @@ class Trainer:
             kept = sum(any(r.keep for r in group.rollouts) for group in groups)
             need = self.select.refill(kept, wanted, draws, ctx) if self.select else 0
         self.cut_surplus(groups, wanted)
-        replay = self.resolved.one("replay")
-        return replay.collect(groups, ctx) if replay else groups
+        return groups
 
     def choose(self, need: int, ctx: StepContext) -> tuple[list[Prompt], list[float]]:
         """Prompts to roll out and the probability each had."""
@@ -203,53 +198,66 @@ class Trainer:
         for rollout, values in zip(rollouts, advantage.split(rows.length_N.tolist()), strict=True):
             rollout.advantage = values.numpy()
 
-    def update(self, groups: list[Group], ctx: StepContext) -> tuple[UpdateResult, set[str]]:
-        """Train on what the schedule gives out now; returns the last result and the ids that were given out."""
+    def update(self, groups: list[Group], ctx: StepContext) -> tuple[UpdateResult, list[Group]]:
+        """Train on what the schedule gives out now; the joint result, and the groups that were given out."""
         schedule = self.resolved.one("schedule")
         batches = schedule.batches(groups, ctx) if schedule else iter([(groups, 1, 1)])
-        result, given = UpdateResult.empty(), set()
+        results: list[UpdateResult] = []
+        given: list[Group] = []
         for batch, epochs, minibatches in batches:
-            given |= {r.id for r in flatten(batch)}
-            if self.counters.version == 0 and self.counters.step == 0:
+            given += batch
+            if self.counters.version == 0:
                 self.learner.self_check([r for r in flatten(batch) if r.keep], SELF_CHECK_TOLERANCE)
             with self.timed("update"):
-                result = self.learner.update(batch, epochs=epochs, minibatches=minibatches, ctx=ctx)
-            if result.outcome == "updated":
-                self.counters.version += 1
+                results.append(self.learner.update(batch, epochs=epochs, minibatches=minibatches, ctx=ctx))
+            self.counters.version += results[-1].outcome == "updated"
         self.engine.sync(self.policy, self.counters.version)
-        return result, given
+        return UpdateResult.joined(results), given
 
     def book(
-        self, groups: list[Group], result: UpdateResult, buffered: set[str], released: set[str], ctx: StepContext
+        self,
+        generated: list[Group],
+        groups: list[Group],
+        given: list[Group],
+        result: UpdateResult,
+        ctx: StepContext,
     ) -> None:
-        """Ledger, history, parts and files learn about the finished step."""
-        rollouts = flatten(groups)
-        trained = result.outcome == "updated"
+        """Ledger, history, parts and files learn about the finished step.
+
+        ``generated`` in this step, ``groups`` after replay, ``given`` to the learner: what was generated and not given
+        is held back; what was given and not generated comes from an earlier step.
+        """
+        fresh = {r.id for r in flatten(generated)}
+        trained_on = {r.id for r in flatten(given)}
+        everything = {r.id: r for r in flatten([*generated, *groups, *given])}
         self.ledger.book(
-            rollouts,
+            list(everything.values()),
             overruns=self.rounds.overrun,
-            buffered=buffered,
-            released=released,
-            trained=trained,
+            buffered=everything.keys() - trained_on,
+            released=everything.keys() - fresh,
+            trained=result.outcome == "updated",
             distilled=self.resolved.one("distill") is not None,
         )
         for phase, seconds in self.phases.items():
             self.ledger.add_seconds(phase, seconds)
         self.ledger.balance()
-        self.counters.tokens_generated += sum(r.cost.sampled for r in rollouts if r.id not in released)
+        rollouts = flatten(generated)
+        self.counters.tokens_generated += sum(r.cost.sampled for r in rollouts)
         self.counters.tokens_trained += result.trained_tokens
         saved = self.natural.saved([r.length for r in rollouts if r.stop.part])
         self.counters.tokens_saved += saved
-        self.history.observe(groups, step=ctx.step, version=ctx.version, epoch=self.stream.epoch)
-        metrics = self.metrics(groups, result, saved)
-        record = StepRecord(groups, metrics, self.ledger)
+        self.history.observe(generated, step=ctx.step, version=ctx.version, epoch=self.stream.epoch)
+        metrics = self.metrics(generated, result, saved)
+        record = StepRecord(generated, metrics, self.ledger)
         for part in self.resolved.all_parts():
             part.observe(record, ctx)
             metrics |= {f"{part.slug}/{name}": value for name, value in part.metrics().items()}
-        self.watch_for_nothing(groups, result, ctx)
+        self.watch_for_nothing(generated, result, ctx)
         self.run_dir.append_metrics(metrics)
+        if self.board is not None:
+            self.board.write(ctx.step + 1, metrics)
         if self.settings.output.rollouts:
-            self.run_dir.write_rollouts(ctx.step + 1, groups, self.tokenizer.decode)
+            self.run_dir.write_rollouts(ctx.step + 1, generated, self.tokenizer.decode)
         self.display.step(metrics)
 
     def metrics(self, groups: list[Group], result: UpdateResult, saved: float) -> dict[str, Any]:
@@ -275,6 +283,7 @@ class Trainer:
             "groups": len(groups),
             "groups/constant_share": sum(g.constant() for g in groups) / len(groups) if groups else 0.0,
             "update/outcome": result.outcome,
+            **teacher_metrics(rollouts),
             **{f"update/{name}": value for name, value in result.metrics.items()},
             **{f"seconds/{name}": value for name, value in self.phases.items()},
             **self.ledger.step_record(),
@@ -307,16 +316,17 @@ class Trainer:
         )
         if name == "before":
             self.natural = ResidualLength(found.lengths)
-        position = {"step": self.counters.step, "tokens_generated": self.counters.tokens_generated}
-        self.run_dir.append_eval(position | {"name": name, "wall_s": self.counters.wall_s} | found.to_dict())
+        position = ("step", "tokens_generated", "tokens_trained", "train_s", "wall_s")
+        record = {"name": name} | {counter: getattr(self.counters, counter) for counter in position}
+        self.run_dir.append_eval(record | found.to_dict())
         self.display.evaluation(name, found.to_dict())
         return found
 
     def after_step(self) -> None:
         """Evaluation and checkpoint when they are due."""
         step, s = self.counters.step, self.settings
-        last = step == s.steps
-        if s.eval.every and step % s.eval.every == 0 and not last:
+        last = self.extent.reached(self.counters)
+        if not last and self.extent.evaluation_due(s.eval, self.before, self.counters):
             self.evaluate(f"step {step}")
         if last or (s.output.checkpoint_every and step % s.output.checkpoint_every == 0):
             self.save()
@@ -372,6 +382,7 @@ class Trainer:
             "tokens_generated": c.tokens_generated,
             "tokens_saved": round(c.tokens_saved),
             "tokens_trained": c.tokens_trained,
+            **{f"{name}_overspent": round(value, 3) for name, value in self.extent.overspent(c).items()},
             "wall_s": round(c.wall_s, 3),
             "run_dir": str(self.run_dir.path),
         }
@@ -417,6 +428,18 @@ def advantage_rows(groups: Sequence[Group]) -> AdvantageRows:
         scored_N=~reward.isnan(),
         keep_N=torch.tensor([r.keep for r in rollouts], dtype=torch.bool),
     )
+
+
+def teacher_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """What the teacher's scores say: reverse KL on the student's own tokens (nats a token) and mean top-k overlap."""
+    scored = [r for r in rollouts if r.keep and "teacher_logprob" in r.signals]
+    if not sum(r.length for r in scored):
+        return {}
+    gap = np.concatenate([r.logprobs - r.signals["teacher_logprob"] for r in scored])
+    found = {"teacher/reverse_kl": float(np.nanmean(gap))} if not np.isnan(gap).all() else {}
+    if all("overlap" in r.signals for r in scored):
+        found["teacher/overlap"] = float(np.nanmean(np.concatenate([r.signals["overlap"] for r in scored])))
+    return found
 
 
 def explain_nothing(groups: Sequence[Group], limit: tuple[int, str]) -> str:

@@ -1,15 +1,21 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
+from builders import context
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny import plain_logprobs, random_groups, tiny_model
 
+from trimtab.core.config import LearnerConfig
 from trimtab.core.errors import ConfigError
 from trimtab.core.part import Needs
 from trimtab.core.recipe import resolve
 from trimtab.core.slots import DistillView
 from trimtab.learn.distill.opd import OPD, candidate_weights, discounted, jsd, kl, member_mask, tail_kl
+from trimtab.learn.learner import Learner
+from trimtab.learn.objective.clip import Clip
 
 STRATEGIES = ["only_stu", "only_tch", "intersection", "union", "union-intersection"]
 MEMBERS = {  # of student {0, 1} and teacher {2, 0}, in the order student, then teacher
@@ -214,3 +220,25 @@ def test_contradictions_are_refused(overrides, message):
 
 def test_full_distillation_needs_no_objective():
     resolve("opd", {"objective": "none", "distill.variant": "full"})
+
+
+def test_a_discounted_signal_reads_the_weightless_tail_of_its_row() -> None:
+    seen = []
+
+    class Spy(Clip):
+        def token_loss(self, view):
+            seen.append(view.advantage)
+            return super().token_loss(view)
+
+    for gamma, expected in ((0.5, [1.75, 1.5, 1.0]), (0.0, [1.0])):
+        groups = random_groups(lengths=((3,),))
+        (rollout,) = groups[0].rollouts
+        model = tiny_model()
+        with torch.no_grad():
+            rollout.signals = {"teacher_logprob": (plain_logprobs(model, rollout) + 1).numpy()}
+        rollout.token_weight = np.array([1, 0, 0], dtype=np.float32)
+        learner = Learner(
+            model, LearnerConfig(), objective=Spy(), distill=OPD(variant="sampled", gamma=gamma), max_new_tokens=8
+        )
+        learner.update(groups, ctx=context())
+        assert seen.pop().tolist() == pytest.approx(expected, abs=1e-4)

@@ -201,6 +201,9 @@ class OPD(Distill):
     def task_weight(self) -> float:
         return self.task_coef
 
+    def whole_rows(self) -> bool:
+        return self.gamma > 0
+
     def token_advantage(self, view: DistillView) -> torch.Tensor:
         reward_T = view.teacher_T - view.old_T
         if view.mask_T is not None:

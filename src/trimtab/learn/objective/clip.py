@@ -142,6 +142,9 @@ class Clip(Objective):
                     "several candidates a token. Allowed here: token."
                 )
 
+    def whole_rows(self) -> bool:
+        return self.ratio != "token"
+
     def aggregation(self) -> tuple[AggregationName, float | None]:
         return self.aggregate, self.constant or None
 
