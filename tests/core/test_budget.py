@@ -18,6 +18,7 @@ from trimtab.core.budget import (
     Reason,
     bernoulli_std,
     bisect_multiplier,
+    even,
     greedy,
     largest_remainder,
     square_root,
@@ -417,3 +418,17 @@ def test_a_million_prompts(rule: Callable[..., Allocation], million: dict[str, A
     assert found.unspent < 20
     assert found.counts.min() >= 1
     assert found.counts.max() <= 32
+
+
+@given(st.lists(st.integers(0, 2**63), unique=True, max_size=30), st.integers(0, 500), st.randoms())
+def test_even_counts_differ_by_at_most_one_and_follow_the_tie_numbers(ties: list[int], total: int, random: Any) -> None:
+    counts_P = even(total, np.array(ties, dtype=np.uint64))
+    if not ties:
+        assert len(counts_P) == 0
+        return
+    assert counts_P.sum() == total
+    assert counts_P.max() - counts_P.min() <= 1
+    by_tie = dict(zip(ties, counts_P.tolist(), strict=True))
+    assert sorted(by_tie.values(), reverse=True) == [by_tie[tie] for tie in sorted(ties)]
+    random.shuffle(ties)
+    assert even(total, np.array(ties, dtype=np.uint64)).tolist() == [by_tie[tie] for tie in ties]

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trimtab.core.rng import generator, key, keys_tensor, uniform
+from trimtab.core.rng import generator, key, keys_tensor, scrambled, uniform, uniforms
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 MASK = 2**64 - 1
@@ -73,3 +73,19 @@ def test_keys_are_signed_64_bit_and_tell_their_parts_apart() -> None:
 def test_generator_is_keyed() -> None:
     assert np.array_equal(generator(1, "a").random(4), generator(1, "a").random(4))
     assert not np.array_equal(generator(1, "a").random(4), generator(1, "b").random(4))
+
+
+def test_numbers_of_prompts_follow_the_prompt_and_the_decision() -> None:
+    keys = np.arange(1000, dtype=np.uint64)
+    drawn = scrambled(keys, 0, "a")
+    assert (scrambled(keys[::-1], 0, "a") == drawn[::-1]).all()
+    assert len(np.unique(drawn)) == 1000
+    assert (scrambled(keys, 0, "b") != drawn).all()
+    assert len(scrambled(keys[:0], 0)) == 0
+
+
+def test_uniforms_of_prompts_are_uniform() -> None:
+    drawn = uniforms(np.arange(100_000, dtype=np.uint64), 3, "u")
+    assert ((drawn >= 0) & (drawn < 1)).all()
+    counts = np.histogram(drawn, bins=20, range=(0, 1))[0]
+    assert abs(counts - 5000).max() < 5 * 5000**0.5

@@ -95,7 +95,8 @@ def test_the_share_of_a_run_that_is_visited_again():
     keys = prompt_keys(names)
     for z in (1, 2, 3, 8):
         part, stream = GRESO(oversample=1.0), PromptStream([prompt(name) for name in names], seed=0)
-        part.state.table["run"][part.state.table.add(keys)] = z
+        rows = part.state.table.add(keys)
+        part.state.table["run"][rows] = z
         wanted = int(len(names) * max(0.5**z, 0.01) * 0.8)  # so that the epoch does not end first
         found = part.select(stream, wanted, context())
         assert stream.epoch == 0

@@ -119,3 +119,16 @@ def test_the_smallest_limit_is_in_force_and_named() -> None:
 
 def test_no_prompts_is_no_work() -> None:
     assert rounds().run([], [], context(), Counter()) == []
+
+
+@dataclass(kw_only=True)
+class Generous(Halves):
+    """Spends three rollouts a prompt whatever the group size."""
+
+    def budget(self, num_prompts: int, ctx: Any) -> int:
+        return 3 * num_prompts
+
+
+def test_an_allocator_may_have_its_own_budget() -> None:
+    groups = rounds(allocate=Generous()).run(PROMPTS, [1.0, 1.0], context(group_size=1), Counter())
+    assert [len(g.rollouts) for g in groups] == [6, 0]

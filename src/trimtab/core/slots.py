@@ -72,16 +72,16 @@ class PromptStream:
         self.pool = list(prompts)
         self.seed, self.epoch, self.cursor = seed, 0, 0
         self._order = self._permutation()
-        self._keyed: tuple[list[Prompt], KeyArray] | None = None
+        self._keys: KeyArray | None = None
 
     @property
     def keys(self) -> KeyArray:
-        """Ids of the pool as numbers (P,), see :func:`trimtab.core.history.prompt_keys`; made once a pool."""
+        """Ids of the pool as numbers (P,), see :func:`trimtab.core.history.prompt_keys`; made when first asked for."""
         from trimtab.core.history import prompt_keys
 
-        if self._keyed is None or self._keyed[0] is not self.pool or len(self._keyed[1]) != len(self.pool):
-            self._keyed = self.pool, prompt_keys([prompt.id for prompt in self.pool])
-        return self._keyed[1]
+        if self._keys is None:
+            self._keys = prompt_keys([prompt.id for prompt in self.pool])
+        return self._keys
 
     def _permutation(self) -> IntArray:
         from trimtab.core.rng import generator
@@ -92,7 +92,7 @@ class PromptStream:
         """The next ``num`` indices into ``pool``, running on into the next epoch where this one ends."""
         taken: list[int] = []
         while len(taken) < num and self.pool:
-            if self.cursor == len(self.pool):
+            if self.cursor >= len(self.pool):  # a pool may be smaller than when the cursor was saved
                 self.epoch, self.cursor = self.epoch + 1, 0
                 self._order = self._permutation()
             stop = min(self.cursor + num - len(taken), len(self.pool))

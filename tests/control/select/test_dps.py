@@ -84,8 +84,7 @@ def test_a_changed_prompt_set_keeps_beliefs_and_gives_new_prompts_the_prior():
     part, own = DPS(candidates=50.0), stream(4)
     part.select(own, 2, context())
     part.observe(record([group([0, 1], name="p1")]), context())
-    own.take(4 - own.cursor)
-    own.pool = [prompt("new"), prompt("p1"), prompt("other")]
+    own = PromptStream([prompt("new"), prompt("p1"), prompt("other")], seed=0)
     found = part.select(own, 1, context(step=1))
     assert own.pool[found.index[0]].id == "p1"
     assert found.inclusion == [1.0]

@@ -56,7 +56,10 @@ def most_varying(var_A: Array, tie_A: Array, places: int) -> IntArray:
 
 
 def total_advantage(p: float, size: int) -> float:
-    """Theorem 1: sum of |A| over a group with rewards +-1 and share p of successes, A = reward - mean: G sigma."""
+    """Theorem 1: sum of |A| over a group with a share p of successes, A = (reward - mean) / std: G sigma.
+
+    sigma is the deviation of rewards +-1, twice that of rewards 0 and 1; the advantages are the same.
+    """
     return size * 2 * math.sqrt(p * (1 - p))
 
 

@@ -238,7 +238,7 @@ def distinct(stream: PromptStream, size: int) -> IntArray:
     taken = np.zeros(0, dtype=np.int64)
     known = np.zeros(len(stream.pool), dtype=bool)
     while len(taken) < size:  # epoch by epoch: the end of one and the start of the next may share some
-        left = len(stream.pool) - stream.cursor or len(stream.pool)
+        left = max(len(stream.pool) - stream.cursor, 0) or len(stream.pool)
         index = np.array(stream.take(min(size - len(taken), left)), dtype=np.int64)
         taken = np.concatenate([taken, index[~known[index]]])
         known[index] = True

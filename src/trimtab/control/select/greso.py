@@ -195,7 +195,9 @@ class GRESO(Select):
             run["run"][row] = next_run(run["run"][row], easy, hard)  # one by one: a prompt may come twice
         constant_P = found.constant_P & seen
         total = max(int(seen.sum()), 1)
-        self.steer(float((constant_P & easy_P).sum() / total), float((constant_P & hard_P).sum() / total), bool(seen.any()))
+        self.steer(
+            float((constant_P & easy_P).sum() / total), float((constant_P & hard_P).sum() / total), bool(seen.any())
+        )
 
     def steer(self, share_easy: float, share_hard: float, any_seen: bool) -> None:
         """Move the exploration probabilities, from the second epoch on."""
