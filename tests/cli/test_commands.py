@@ -100,9 +100,33 @@ def test_new_writes_a_method_that_checks(tmp_path: Path, capsys: pytest.CaptureF
     assert "nothing was overwritten" in capsys.readouterr().err
 
 
+def test_new_writes_nothing_when_one_of_its_files_exists(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "src/trimtab/core").mkdir(parents=True)
+    recipe = tmp_path / "src/trimtab/recipes/my-method.yaml"
+    recipe.parent.mkdir()
+    recipe.write_text("mine")
+    assert main(["new", "my-method", "--slot", "stop", "--root", str(tmp_path)]) == 2
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [recipe]
+    assert "nothing was overwritten" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("slot", SLOTS)
+def test_the_test_of_a_new_method_stands_where_the_contract_suite_looks_for_it(slot: str) -> None:
+    module, _, test = (Path(path) for path in skeleton("my-method", slot))
+    assert test == Path("tests") / module.parent.relative_to("src/trimtab") / "test_my_method.py"
+
+
 def test_embedded_problems_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["pocket", "show", "sums", "--count", "2"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+def test_json_has_null_where_nothing_was_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["steps=0", "eval.num_problems=0", "output.report=false", "threads=1"]
+    assert main(["train", "grpo", "--json", *settings, f"output.dir={tmp_path / 'run'}"]) == 0
+    line = capsys.readouterr().out
+    assert "NaN" not in line
+    assert json.loads(line)["accuracy_before"] is None
 
 
 def test_train_prints_one_json_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

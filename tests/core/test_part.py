@@ -129,7 +129,7 @@ def test_a_bare_part_asks_for_nothing_and_does_nothing():
     ("values", "message"),
     [
         ({"step": 3}, r"settings\.step: unknown name 'step'\. Did you mean 'steps'"),
-        ({"sampling": {"temperature": 0.0}}, r"settings\.sampling\.temperature: 0\.0 .*> 0"),
+        ({"sampling": {"temperature": 0.0}}, r"settings\.sampling\.temperature: 0\.0 .*>= 0\.0001"),
         ({"sampling": 3}, r"settings\.sampling: 3 .*a mapping"),
         ({"dtype": "float16"}, r"settings\.dtype: unknown name 'float16'"),
         ({"drop_layers": [1.5]}, r"settings\.drop_layers\.0"),

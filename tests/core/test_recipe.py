@@ -161,6 +161,8 @@ def test_unknown_recipe():
         ("", ConfigError, "a mapping with title, parts"),
         ("titel: x\n", ConfigError, r"recipe bad\.titel: unknown name 'titel'\. Did you mean 'title'"),
         ("year: soon\n", ConfigError, r"recipe bad\.year: 'soon'.*whole number"),
+        ("year: 2024\nyear: 2025\n", ConfigError, r"not valid YAML: the key 'year' stands twice.*line 2"),
+        ("parts: {objective: clip, objective: gspo}\n", ConfigError, "the key 'objective' stands twice"),
         ("maturity: finished\n", ConfigError, r"recipe bad\.maturity: unknown name 'finished'.*paper-scale"),
     ],
 )
@@ -169,6 +171,16 @@ def test_a_bad_file(tmp_path, text, error, message):
     path.write_text(text)
     with pytest.raises(error, match=message):
         load(str(path))
+
+
+def test_small_numbers_need_no_point_and_keys_are_text(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("parts: {objective: clip}\nsettings: {learner: {lr: 1e-4}}\npocket: {learner.eps: 2E-6}\n")
+    found = resolve(str(path)).settings.learner
+    assert (found.lr, found.eps) == (1e-4, 2e-6)
+    path.write_text("parts: {objective: clip}\npocket: {1: 2}\n")
+    with pytest.raises(ConfigError, match=r"recipe mine\.pocket\.1: 1 is not valid"):
+        resolve(str(path))
 
 
 def test_a_file_that_cannot_be_read(tmp_path):
@@ -211,6 +223,8 @@ def test_a_changed_configuration_reads_back():
         (["stop={part: esr, cutoff: 5}"], {"stop": {"part": "esr", "cutoff": 5}}),
         (["stop=none", "verify.graded=true", "teacher="], {"stop": "none", "verify.graded": True, "teacher": None}),
         (["data.system=a = b"], {"data.system": "a = b"}),
+        (["output.dir=2026-01-01", "task=2026-13-45"], {"output.dir": "2026-01-01", "task": "2026-13-45"}),
+        (["learner={lr: 1e-4}"], {"learner": {"lr": 1e-4}}),
     ],
 )
 def test_overrides_are_yaml(items, parsed):

@@ -223,6 +223,10 @@ def test_unreadable_folders_are_named(tmp_path: Path, model: Transformer) -> Non
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(DataError, match=r"neither model.safetensors nor"):
         load_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_attention_heads": "four"}))
+    with pytest.raises(DataError, match=r"config.json: a value is not what its key asks for .*'four'"):
+        read_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(DataError, match="cannot be read as JSON"):
         read_config(tmp_path)

@@ -51,6 +51,15 @@ def test_a_half_written_checkpoint_does_not_count(tmp_path: Path) -> None:
     assert checkpoint.load_state(tmp_path, 2) == {"a": 1}
 
 
+def test_what_a_killed_save_left_is_removed_and_a_copy_made_by_hand_is_ignored(tmp_path: Path) -> None:
+    for name in (".step-000001-999999", "step-000001-copy"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "state.pt").write_bytes(b"half")
+    assert checkpoint.steps(tmp_path) == []
+    checkpoint.save(tmp_path, 2, {}, lambda folder: None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001-copy", "step-000002"]
+
+
 def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
     folder = checkpoint.save(tmp_path, 1, {"a": 1}, lambda folder: None)
     (folder / "state.pt").write_bytes(b"garbage")

@@ -91,6 +91,12 @@ def test_create_takes_an_empty_folder_and_refuses_others(tmp_path: Path) -> None
     assert (full / "notes.txt").read_text() == "mine"
 
 
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ConfigError, match=r"output.dir: .*file/run' cannot be made \(Not a directory\)"):
+        RunDir.create(tmp_path / "file" / "run", {}, "grpo")
+
+
 def test_open_names_a_run_that_is_near(run: RunDir) -> None:
     with pytest.raises(DataError, match=r"does not exist.*Did you mean .*run'"):
         RunDir.open(run.path.parent / "rum")
@@ -361,6 +367,13 @@ def test_truncate_after_forgets_later_steps_and_what_speaks_of_the_end(run: RunD
     assert not run.report.exists()
     run.truncate_after(-1)
     assert run.metrics() == run.evals() == run.rollout_steps() == []
+
+
+def test_a_finished_run_taken_up_again_is_not_evaluated_twice(run: RunDir) -> None:
+    for name, step in (("before", 0), ("step 2", 2), ("after", 2)):
+        run.append_eval({"name": name, "step": step, "accuracy": 0.1})
+    run.truncate_after(2)
+    assert [record["name"] for record in run.evals()] == ["before", "step 2"]
 
 
 def test_truncate_after_on_a_fresh_run_makes_no_files(run: RunDir) -> None:

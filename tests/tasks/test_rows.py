@@ -36,6 +36,8 @@ def task(values: list[Any], test: list[Any] | None = None, **data: Any) -> RowsT
         ({"prompt": "q", "answer": None}, "empty answer in field 'answer'"),
         ({"prompt": "q", "answer": ""}, "empty answer in field 'answer'"),
         ({"prompt": "q", "answer": " "}, "the answer is blank"),
+        ({"prompt": "q \ud800", "answer": "1"}, "half a surrogate pair, which is no character"),
+        ({"prompt": "q", "answer": "\udc00"}, "half a surrogate pair, which is no character"),
         ({"prompt": [], "answer": "1"}, "empty prompt"),
         ({"prompt": [{"role": "user"}], "answer": "1"}, "a chat message lacks a role or a content that is text"),
         ({"prompt": ["hi"], "answer": "1"}, "a chat message lacks a role or a content that is text"),

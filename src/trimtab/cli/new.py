@@ -99,9 +99,14 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"slug: {args.slug!r} is already taken by {modules()[args.slug]}.")
     if not (args.root / "src/trimtab/core").is_dir():
         raise invalid("--root", str(args.root), "the root of a trimtab checkout (it holds src/trimtab)")
-    for path, text in skeleton(args.slug, args.slot).items():
-        write_new(args.root / path, text)
-        sys.stdout.write(f"wrote {args.root / path}\n")
+    files = {args.root / path: text for path, text in skeleton(args.slug, args.slot).items()}
+    for path in files:  # all are looked at before the first is written: half a skeleton would be a broken part
+        if path.exists():
+            raise ConfigError(f"{path}: exists already; nothing was overwritten.")
+    for path, text in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        sys.stdout.write(f"wrote {path}\n")
     return 0
 
 
@@ -122,15 +127,5 @@ def skeleton(slug: str, slot: str) -> dict[str, str]:
     return {
         f"src/trimtab/{folder}/{stem}.py": _MODULE.format(**names),
         f"src/trimtab/recipes/{slug}.yaml": _RECIPE.format(**names),
-        f"tests/methods/test_{stem}.py": _TEST.format(**names),
+        f"tests/{folder}/test_{stem}.py": _TEST.format(**names),
     }
-
-
-def write_new(path: Path, text: str) -> None:
-    """Create a file; refuse to touch one that exists."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with path.open("x", encoding="utf-8") as handle:
-            handle.write(text)
-    except FileExistsError as error:
-        raise ConfigError(f"{path}: exists already; nothing was overwritten.") from error

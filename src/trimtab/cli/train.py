@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 from trimtab.core.errors import ConfigError
+from trimtab.core.files import to_json
 
 SUMMARY = "train a policy with a recipe of rollout control"
 DEFAULT_RECIPE = "prune-opd"
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         resolved = resolve(name, parse_overrides(overrides))
     summary = train(resolved, args.resume, quiet=args.json or args.quiet)
     if args.json:
-        sys.stdout.write(json.dumps(summary) + "\n")
+        sys.stdout.write(to_json(summary) + "\n")
     return 0
 
 

@@ -13,7 +13,7 @@ from trimtab.core.part import build_dataclass, check_knobs, knob
 class SamplingConfig:
     """How training rollouts are drawn."""
 
-    temperature: float = knob(1.0, "sampling temperature; log-probs everywhere are at this temperature", gt=0)
+    temperature: float = knob(1.0, "sampling temperature; log-probs everywhere are at this temperature", ge=1e-4)
     top_p: float = knob(1.0, "nucleus mass; 1 = off", gt=0, le=1)
     top_k: int = knob(0, "most likely tokens to draw from; 0 = off", ge=0)
     max_new_tokens: int = knob(256, "static response limit, tokens", ge=1)

@@ -20,6 +20,7 @@ Values are laid over each other in this order: defaults of the code, ``settings`
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
@@ -84,7 +85,7 @@ def load(name_or_path: str) -> Recipe:
 
 def _read(path: Path) -> Recipe:
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"recipe {path}: cannot be read ({error})") from error
     except yaml.YAMLError as error:
@@ -103,20 +104,36 @@ def parse_overrides(items: Iterable[str]) -> dict[str, Any]:
         if not sign or not key.strip():
             raise invalid("override", item, "key=value, for example steps=3 or stop.threshold=0.6")
         try:
-            parsed[key.strip()] = _scalar(yaml.safe_load(value))
+            parsed[key.strip()] = yaml.load(value, _Loader)
         except yaml.YAMLError as error:
             raise invalid(key.strip(), value, "a YAML value", str(error).splitlines()[0]) from error
     return parsed
 
 
-def _scalar(value: Any) -> Any:
-    """YAML 1.1 reads ``1e-4`` as text; a number is meant."""
-    if isinstance(value, str):
-        try:
-            return float(value) if any(c.isdigit() for c in value) and "e" in value.lower() else value
-        except ValueError:
-            return value
-    return value
+class _Loader(yaml.SafeLoader):
+    """YAML as people write it: ``1e-4`` is a number, ``2026-01-01`` is text, and a key stands once.
+
+    YAML 1.1 reads the first as text and the second as a date, and lets the last of two equal keys win without a word.
+    """
+
+    yaml_implicit_resolvers = {  # noqa: RUF012, an attribute of the base class
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                problem = f"the key {key.value!r} stands twice"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
 
 
 @dataclass
@@ -224,6 +241,9 @@ def _merge(base: dict[str, Any], extra: Mapping[str, Any]) -> None:
 
 def _apply(overrides: Mapping[str, Any], settings: dict[str, Any], spec: Parts, path: str) -> None:
     """Whole slots first (``stop=esr``), then knobs and settings, so that their order on the command line is free."""
+    for key in overrides:
+        if not isinstance(key, str):
+            raise invalid(f"{path}{key}", key, "a key of the settings or slot.knob, as text")
     whole = {key: value for key, value in overrides.items() if key in SLOTS}
     for slot, value in whole.items():
         spec[slot] = _links(slot, value, f"{path}{slot}")

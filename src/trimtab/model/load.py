@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from trimtab.core.errors import DataError, missing_extra, nearest
+from trimtab.core.errors import DataError, TrimtabError, missing_extra, nearest
 from trimtab.core.files import read_object, replace_file, write_text
 from trimtab.model.config import ModelConfig
 from trimtab.model.gguf import open_gguf
@@ -132,7 +132,12 @@ def read_config(folder: str | Path) -> ModelConfig:
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise DataError(f"{folder} has no config.json, so it is not a model folder in Hugging Face layout")
-    return ModelConfig.from_hf(read_object(path))
+    try:
+        return ModelConfig.from_hf(read_object(path))
+    except TrimtabError:
+        raise
+    except (TypeError, ValueError, KeyError, AttributeError, ZeroDivisionError) as error:
+        raise DataError(f"{path}: a value is not what its key asks for ({error})") from error
 
 
 def resolve(path_or_id: str | Path) -> Path:

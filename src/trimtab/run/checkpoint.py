@@ -58,8 +58,9 @@ def save(root: Path, step: int, state: dict[str, Any], save_model: Callable[[Pat
     """Write the checkpoint of ``step`` and remove all but the newest ones."""
     root.mkdir(parents=True, exist_ok=True)
     target = folder_of(root, step)
+    for left in root.glob(".step-*"):  # by a process that was killed while it saved
+        shutil.rmtree(left, ignore_errors=True)
     work = root / f".{target.name}-{os.getpid()}"
-    shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
     save_model(work)
     torch.save(to_plain(state), work / "state.pt")
@@ -74,8 +75,8 @@ def save(root: Path, step: int, state: dict[str, Any], save_model: Callable[[Pat
 
 def steps(root: Path) -> list[int]:
     """Steps with a whole checkpoint, ascending."""
-    found = [path for path in root.glob("step-*") if (path / "state.pt").exists()]
-    return sorted(int(path.name.removeprefix("step-")) for path in found)
+    found = {path.name.removeprefix("step-"): path for path in root.glob("step-*")}
+    return sorted(int(step) for step, path in found.items() if step.isdigit() and (path / "state.pt").exists())
 
 
 def load_state(root: Path, step: int) -> dict[str, Any]:

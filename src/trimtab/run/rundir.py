@@ -114,12 +114,12 @@ class RunDir:
     def truncate_after(self, step: int) -> None:
         """Forget everything later than ``step``, before the run is taken up again from there.
 
-        Metric and evaluation lines and rollout files of later steps go, and with them the summary and the report,
-        which speak of a finished run.
+        Metric and evaluation lines and rollout files of later steps go, and with them the last evaluation, the summary
+        and the report, which speak of a finished run.
         """
         for name in ("metrics.jsonl", "evals.jsonl"):
             records = read_lines(self.path / name)
-            kept = [record for record in records if record["step"] <= step]
+            kept = [record for record in records if record["step"] <= step and record.get("name") != "after"]
             if (self.path / name).exists():
                 write_text(self.path / name, "".join(to_json(record) + "\n" for record in kept))
         for number, file in self._rollout_files().items():
@@ -212,15 +212,23 @@ def _claim(path: Path) -> Path:
             f"output.dir: {str(path)!r} {what}, and a new run needs a new or an empty folder. "
             f"Give another one, or continue what is there with resume."
         )
-    path.mkdir(parents=True, exist_ok=True)
+    _make(path)
     return path
+
+
+def _make(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:  # a read-only place, a file on the way
+        why = f"output.dir: {str(path)!r} cannot be made ({error.strerror}). Give another folder."
+        raise ConfigError(why) from error
 
 
 def _claim_new(parent: Path, recipe_name: str) -> Path:
     """Making the folder is what claims the name, so two runs started in the same second get two folders."""
     slug = re.sub(r"[^A-Za-z0-9._-]+", "-", recipe_name).strip(".-") or "run"
     name = f"{slug}-{datetime.now():%Y%m%d-%H%M%S}"
-    parent.mkdir(parents=True, exist_ok=True)
+    _make(parent)
     number = 1
     while True:
         path = parent / (name if number == 1 else f"{name}-{number}")

@@ -11,7 +11,7 @@ from trimtab.core.errors import DataError, nearest
 from trimtab.core.rng import key
 from trimtab.tasks.skips import Skips
 from trimtab.tasks.task import Message, RawPrompt
-from trimtab.tasks.verifiers import Exact, make_verifier
+from trimtab.tasks.verifiers import Exact, alternatives, make_verifier
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +114,7 @@ class _Reader:
             raise BadRow("row is no object with fields")
         prompt = _field(row.value, self.data.prompt_key)
         text, messages = _conversation(prompt) if isinstance(prompt, (list, tuple)) else (_text(prompt), ())
+        _check_unicode(text)
         answer = self._answer(row.value)
         used = (self.data.prompt_key, self.data.answer_key)
         meta = {name: value for name, value in row.value.items() if name not in used}
@@ -125,6 +126,8 @@ class _Reader:
         answer = _field(row, self.data.answer_key)
         if answer is None or answer == "" or answer == []:
             raise BadRow(f"empty answer in field {self.data.answer_key!r}")
+        for one in alternatives(answer):
+            _check_unicode(one)
         complaint = self.verifier.check(answer)
         if complaint:
             raise BadRow(complaint)
@@ -171,6 +174,13 @@ def _text(prompt: Any) -> str:
     if not prompt.strip():
         raise BadRow("empty prompt")
     return prompt
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair; no tokenizer or file takes it
+        raise BadRow("half a surrogate pair, which is no character") from error
 
 
 def _conversation(prompt: Iterable[Any]) -> tuple[str, tuple[Message, ...]]:
