@@ -15,15 +15,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from builders import group
 from world import build, graded, rollouts, tiny
 
 from trimtab.core.errors import ConfigError, MismatchError, MissingExtraError, NothingToTrainError
-from trimtab.core.records import DropReason, Group, Status, Verdict, flatten
+from trimtab.core.records import DropReason, Group, Status, StopReason, Verdict, flatten
 from trimtab.core.slots import Replay, Schedule
 from trimtab.generate.protocol import Sampling
 from trimtab.run import checkpoint, setup
 from trimtab.run.display import Display
 from trimtab.run.rundir import RunDir
+from trimtab.run.trainer import explain_nothing
 
 __all__ = ["tiny"]
 pytestmark = pytest.mark.usefixtures("tiny")
@@ -288,3 +290,10 @@ def test_tensorboard_events_are_written(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     graded(build(tmp_path / "run", "grpo", {"output.tensorboard": True, "steps": 1})).run()
     assert list((tmp_path / "run" / "tensorboard").glob("events*"))
+
+
+def test_a_full_context_is_not_blamed_on_the_token_limit() -> None:
+    full = group([0.0, 0.0], reason=StopReason.CONTEXT)
+    text = explain_nothing([full], (64, ""))
+    assert "data.max_prompt_tokens" in text
+    assert "sampling.max_new_tokens" not in text

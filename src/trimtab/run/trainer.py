@@ -452,6 +452,8 @@ def explain_nothing(groups: Sequence[Group], limit: tuple[int, str]) -> str:
     cut = [r for r in rollouts if r.stop.reason in (StopReason.LIMIT, StopReason.CONTEXT)]
     constant = sum(group.constant() for group in groups)
     text = f"{len(rollouts)} rollouts ({counts}), {constant} of {len(groups)} groups constant."
+    if all(r.stop.reason == StopReason.CONTEXT for r in rollouts):
+        return text + " Every rollout filled the model's context: shorter prompts (data.max_prompt_tokens) leave room."
     if len(cut) == len(rollouts):
         knob = f"the limit of {limit[1]}" if limit[1] else "sampling.max_new_tokens"
         text += f" Every rollout was cut off at {limit[0]} tokens: {knob} is the likely cap; raise it."
